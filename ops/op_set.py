@@ -1,0 +1,294 @@
+"""The operations a model's step is made of: their signatures, shapes and contracts.
+
+`OpSet` is the one interface between the model code and a device. `ops.reference` implements it
+in plain fp32 torch and is the truth that every other implementation is tested against;
+`ops.cpu` and `ops.gpu` implement it for speed.
+
+Conventions, for every operation:
+
+- Shapes are written `[T, H, D]`; T is tokens of the step, B rows (requests) of the step, HQ and
+  HK query and KV heads, D the head dimension, S KV slots, V the vocabulary.
+- The last dimension is contiguous. Any other stride is allowed where a docstring says "strided".
+- A KV **slot** is the place of one token's K and V. Slot = page * page_size + offset. Page 0 is
+  reserved: padding reads and writes it, no request ever owns it. A negative slot is skipped.
+- Sums and softmax are float32 whatever the storage type. Addresses are 64-bit.
+- In-place operations say so in their first line; the others return new tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one layer's attention does, apart from its data.
+
+    Args:
+        scale: factor on q.k, usually head_dim ** -0.5.
+        window: keys attended are max(0, p - window + 1) .. p; 0 means all keys up to p.
+        soft_cap: scores become soft_cap * tanh(scores / soft_cap) after scaling; 0 means off.
+        sinks: [HQ] float32, one extra logit per head that takes part in the softmax's sum and
+            has no value; None means none.
+    """
+
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Which keys each row of a step attends to; the same for all layers of the step.
+
+    The new tokens' K and V are already in the pool when attention runs (`store_kv` comes first),
+    so all keys are read by slot and the causal mask follows from the positions.
+
+    Args:
+        block_table: [R, max_pages] int32, page of (request row, position // page_size).
+        rows: [B] int32, the request row of each batch row.
+        qo_indptr: [B + 1] int32, where each row's new tokens begin in the step's T tokens.
+        kv_lens: [B] int32, keys of each row, the new tokens included. The i-th of a row's n new
+            tokens stands at position kv_len - n + i.
+        page_size: tokens of a page.
+        max_q_len: the largest number of new tokens of a row (host-known).
+        max_kv_len: an upper bound of kv_lens (host-known).
+    """
+
+    block_table: Tensor
+    rows: Tensor
+    qo_indptr: Tensor
+    kv_lens: Tensor
+    page_size: int
+    max_q_len: int
+    max_kv_len: int
+
+
+@dataclass(slots=True)
+class Penalties:
+    """Penalty state kept on the device, so that it never lags behind the newest token.
+
+    Args:
+        state_rows: [B] int32, row of the two state tables for each sampled row; -1: no penalty.
+        repetition, presence, frequency: [B] float32 (1, 0, 0 mean off).
+        prompt_mask: [N, V] bool, token is in the prompt.
+        output_counts: [N, V] int32, how often the token was sampled; `sample` counts its choice.
+    """
+
+    state_rows: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    prompt_mask: Tensor
+    output_counts: Tensor
+
+
+@dataclass(slots=True)
+class SamplingTensors:
+    """What `sample` needs beside the logits. The optional parts are None when no row needs them.
+
+    Args:
+        temperature: [B] float32, 0 means greedy.
+        top_k: [B] int32, 0 means off. top_p: [B] float32, 1 means off. min_p: [B] float32, 0: off.
+        seed: [B] int64. position: [B] int64, the number of tokens before the one sampled; with
+            the token id they are the whole state of the random generator.
+        all_greedy: no row has a temperature (host-known; the filters may then be skipped).
+        any_filter: some row has top_k, top_p or min_p on (host-known).
+        bias: (row [N] int64, token [N] int64, value [N] float32), added to the logits.
+        penalties: see `Penalties`.
+        banned: (row [N] int64, token [N] int64), set to -inf (min_tokens).
+        mask_rows, mask_bits: [M] int64 and [M, ceil(V / 32)] int32; bit t % 32 of word t // 32 is
+            1 where the grammar allows token t.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+    all_greedy: bool
+    any_filter: bool
+    bias: tuple[Tensor, Tensor, Tensor] | None = None
+    penalties: Penalties | None = None
+    banned: tuple[Tensor, Tensor] | None = None
+    mask_rows: Tensor | None = None
+    mask_bits: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """The shape of a decoder-only transformer of the Llama kind, as data.
+
+    One layer is: norm, qkv (+ bias), optional per-head q/k norm, rotary, attention, o, residual,
+    norm, gate/up, activation and product, down, residual. A family is this record plus a mapping
+    of weight names; a backend may run the whole stack from it in one call (`OpSet.compile`).
+
+    Args:
+        windows: sliding window per layer, 0 for full attention.
+        rope_layers: per layer, whether rotary is applied.
+        rotary_dim: leading dimensions of a head that are rotated.
+        activation: "silu", "gelu_tanh" or "gelu".
+        embed_scale: factor on the embeddings; logit_scale: factor on the logits;
+        residual_scale: factor on each branch before it is added to the residual.
+        attention_soft_cap, logit_soft_cap: 0 means off.
+        post_norms: a norm after attention and after the MLP as well (Gemma 2 and 3).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_eps: float
+    scale: float
+    rotary_dim: int
+    rope_interleaved: bool = False
+    windows: tuple[int, ...] = ()
+    rope_layers: tuple[bool, ...] = ()
+    activation: str = "silu"
+    qk_norm: bool = False
+    post_norms: bool = False
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer. `qkv`, `o`, `gate_up`, `down` are what `OpSet.pack_linear` returned.
+
+    qkv gives [q heads | k heads | v heads]; gate_up gives [gate | up].
+    rope: [max_positions, rotary_dim] float32, cos in the first half and sin in the second half of
+    a row; layers of the same rope share one tensor; None where rotary is not applied.
+    """
+
+    input_norm: Tensor
+    qkv: Any
+    o: Any
+    post_attention_norm: Tensor
+    gate_up: Any
+    down: Any
+    rope: Tensor | None
+    attention: AttentionSpec
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """All weights of a model. `lm_head` is a packed linear too (tied models pack the embedding)."""
+
+    embedding: Tensor
+    layers: list[LayerWeights] = field(default_factory=list)
+    final_norm: Tensor | None = None
+    lm_head: Any = None
+
+
+class CompiledDecoder(Protocol):
+    """A whole decoder stack as one call; what `OpSet.compile` returns where a backend has it."""
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        batch: AttentionBatch,
+        k_pools: list[Tensor],
+        v_pools: list[Tensor],
+        logit_tokens: Tensor,
+    ) -> Tensor:
+        """Logits [N, V] float32 of the tokens at `logit_tokens` ([N] int64, indices into the T
+        tokens), after storing K and V of all T tokens at `slots` ([T] int64)."""
+        ...
+
+
+class OpSet(Protocol):
+    """The operations of one backend. See the module docstring for the conventions."""
+
+    name: str
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
+    ) -> Any:
+        """A weight [N, K] (+ bias [N]) in the backend's own layout.
+
+        The caller drops its reference to `weight` afterwards; a backend keeps it only if it has
+        no other layout. quantization: None, "int8" or "int4" where the backend has it.
+        """
+        ...
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        """x [T, K] @ weight.T + bias -> [T, N], in x's type."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x [..., D] strided,
+        weight [D]. The normalised value is rounded to x's type before the product with weight, as
+        the published Llama code does."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """In place residual += x (both [T, D]); returns rms_norm(residual)."""
+        ...
+
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, rope: Tensor, *, interleaved: bool
+    ) -> None:
+        """In place rotation of q [T, HQ, D] and k [T, HK, D] (strided) by rope[positions].
+
+        rope is [max_positions, R] float32 (cos | sin); the first R dimensions of a head turn:
+        pairs (i, i + R/2) (neox), or (2i, 2i + 1) when interleaved. Computed in float32.
+        """
+        ...
+
+    def store_kv(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+        """Writes k, v [T, HK, D] (strided) to the pools [S, HK, D] at slots [T] int64.
+        A negative slot is skipped."""
+        ...
+
+    def extend_attention(
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        """Causal attention of new tokens over cached and new keys. q [T, HQ, D] strided; the pools
+        [S, HK, D]; returns [T, HQ, D]. Any row length from 1, any prefix from 0. Nothing of a page
+        that the row does not own, or past kv_len, or outside the window, influences the result
+        (even a NaN there)."""
+        ...
+
+    def decode_attention(
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        """`extend_attention` for a step in which every row has exactly one new token (T = B)."""
+        ...
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu(x[:, :F]) * x[:, F:] -> [T, F] for x [T, 2F]."""
+        ...
+
+    def gelu_and_mul(self, x: Tensor, *, tanh: bool) -> Tensor:
+        """gelu(x[:, :F]) * x[:, F:] -> [T, F], with the tanh form or the exact one."""
+        ...
+
+    def sample(self, logits: Tensor, s: SamplingTensors) -> Tensor:
+        """Token ids [B] int64 for logits [B, V] float32 (may be overwritten).
+
+        The order of operations is fixed in `ops.reference.sample`. A row that holds a NaN or in
+        which no token is left gives -1. Counts the choice in s.penalties.output_counts.
+        """
+        ...
+
+    def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
+        """The whole stack as one call, or None where this backend runs op by op."""
+        ...

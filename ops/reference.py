@@ -1,0 +1,240 @@
+"""Every operation in plain fp32 torch, written to be obviously right.
+
+This is the truth that the other backends are tested against, and the place where two things are
+fixed for all of them: the sampler's order of operations (`sample`) and the random generator
+(`philox_uniform`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ops.op_set import (
+        AttentionBatch,
+        AttentionSpec,
+        CompiledDecoder,
+        DecoderSpec,
+        DecoderWeights,
+        SamplingTensors,
+    )
+
+NEG_INF = float("-inf")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Tensor, *, interleaved: bool) -> None:
+    dim = rope.shape[-1]
+    cos, sin = rope[positions].float().unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R / 2]
+    for x in (q, k):
+        turned = x[..., :dim].float()
+        a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+        new_a, new_b = a * cos - b * sin, b * cos + a * sin
+        if interleaved:
+            x[..., :dim] = torch.stack((new_a, new_b), dim=-1).flatten(-2).to(x.dtype)
+        else:
+            x[..., :dim] = torch.cat((new_a, new_b), dim=-1).to(x.dtype)
+
+
+def store_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+    live = slots >= 0
+    k_pool[slots[live]] = k[live].to(k_pool.dtype)
+    v_pool[slots[live]] = v[live].to(v_pool.dtype)
+
+
+def row_slots(batch: AttentionBatch, b: int) -> Tensor:
+    """The slots of batch row b's keys in position order, [kv_len] int64."""
+    kv_len = int(batch.kv_lens[b])
+    positions = torch.arange(kv_len, device=batch.block_table.device)
+    pages = batch.block_table[int(batch.rows[b])].long()[positions // batch.page_size]
+    return pages * batch.page_size + positions % batch.page_size
+
+
+def extend_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
+) -> Tensor:
+    """softmax(mask(cap(q k^T * scale)) | sinks) v, row by row (Vaswani et al. 2017, eq. 1)."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    groups = q.shape[1] // k_pool.shape[1]
+    for b in range(batch.rows.shape[0]):
+        lo, hi = int(batch.qo_indptr[b]), int(batch.qo_indptr[b + 1])
+        if lo == hi:
+            continue
+        slots = row_slots(batch, b)
+        keys = k_pool[slots].float().repeat_interleave(groups, dim=1)  # [K, HQ, D]
+        values = v_pool[slots].float().repeat_interleave(groups, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q[lo:hi].float(), keys) * spec.scale
+        if spec.soft_cap > 0:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        at = torch.arange(slots.shape[0] - (hi - lo), slots.shape[0], device=q.device)[:, None]
+        key_at = torch.arange(slots.shape[0], device=q.device)[None]
+        seen = key_at <= at
+        if spec.window > 0:
+            seen &= key_at > at - spec.window
+        scores = scores.masked_fill(~seen, NEG_INF)
+        if spec.sinks is not None:
+            sink = spec.sinks.float()[:, None, None].expand(-1, hi - lo, 1)
+            weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        # A masked key has weight 0, but 0 * NaN is NaN: what is masked must not be read at all.
+        values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)
+        out[lo:hi] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def gelu_and_mul(x: Tensor, *, tanh: bool) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh" if tanh else "none") * up).to(x.dtype)
+
+
+# --------------------------------------------------------------------------- sampling
+
+_MUL_A, _MUL_B = 0xD2511F53, 0xCD9E8D57
+_WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+
+
+def philox_uniform(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Uniform numbers in (0, 1) for every (row, token): [B, V] float32.
+
+    Philox4x32-10 (Salmon et al., SC 2011) with key = (seed low word, seed high word) and counter =
+    (token // 4, position low word, position high word, 0); word token % 4 of the result belongs to
+    the token. Its upper 24 bits b give (b + 0.5) / 2**24, exact in float32. A number depends on
+    (seed, position, token) and on nothing else: not on the batch, the row or the backend.
+    """
+    device = seed.device
+    groups = (vocab_size + 3) // 4
+    c0 = torch.arange(groups, dtype=torch.int64, device=device)[None].expand(len(seed), -1)
+    c1 = (position & _LOW)[:, None].expand(-1, groups)
+    c2 = ((position >> 32) & _LOW)[:, None].expand(-1, groups)
+    c3 = torch.zeros_like(c0)
+    k0, k1 = (seed & _LOW)[:, None], ((seed >> 32) & _LOW)[:, None]
+    for _ in range(10):
+        # int64 products wrap modulo 2**64, which keeps all 64 bits of a 32 x 32 bit product.
+        product_a, product_b = c0 * _MUL_A, c2 * _MUL_B
+        high_a, high_b = (product_a >> 32) & _LOW, (product_b >> 32) & _LOW
+        c0, c1, c2, c3 = high_b ^ c1 ^ k0, product_b & _LOW, high_a ^ c3 ^ k1, product_a & _LOW
+        k0, k1 = (k0 + _WEYL_A) & _LOW, (k1 + _WEYL_B) & _LOW
+    words = torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :vocab_size]
+    return ((words >> 8).float() + 0.5) * 2.0**-24
+
+
+def adjust_logits(logits: Tensor, s: SamplingTensors) -> Tensor:
+    """In place steps 1 to 4 of `sample`: bias, penalties, bans, grammar mask."""
+    if s.bias is not None:
+        row, token, value = s.bias
+        logits.index_put_((row, token), value, accumulate=True)
+    if s.penalties is not None:
+        p = s.penalties
+        on = p.state_rows >= 0
+        state = p.state_rows.clamp(min=0).long()
+        counts = p.output_counts[state] * on[:, None]
+        seen = (counts > 0) | (p.prompt_mask[state] & on[:, None])
+        repetition = p.repetition[:, None]
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits.copy_(torch.where(seen, repeated, logits))
+        logits -= p.frequency[:, None] * counts + p.presence[:, None] * (counts > 0)
+    if s.banned is not None:
+        logits[s.banned[0], s.banned[1]] = NEG_INF
+    if s.mask_rows is not None and s.mask_bits is not None:
+        token = torch.arange(logits.shape[1], device=logits.device)
+        allowed = (s.mask_bits[:, token // 32] >> (token % 32)) & 1
+        logits[s.mask_rows] = logits[s.mask_rows].masked_fill(allowed == 0, NEG_INF)
+    return logits
+
+
+def filter_logits(logits: Tensor, s: SamplingTensors) -> Tensor:
+    """Steps 6 to 8 of `sample` on logits that are already divided by the temperature.
+
+    Tokens are ordered by (logit descending, id ascending), so that ties are broken alike
+    everywhere. top-k keeps the first k. top-p keeps the shortest prefix whose probability, among
+    what top-k left, reaches top_p (at least one token). min-p keeps tokens whose probability is at
+    least min_p times that of the most likely one.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)[None]
+    off = (s.top_k <= 0)[:, None]
+    keep = off | (rank < s.top_k[:, None])
+    probs = ordered.masked_fill(~keep, NEG_INF).softmax(-1)
+    before = probs.double().cumsum(-1) - probs.double()
+    keep &= (before < s.top_p[:, None].double()) | (rank == 0) | (s.top_p >= 1)[:, None]
+    keep &= probs >= s.min_p[:, None] * probs[:, :1]
+    keep_by_token = torch.zeros_like(keep).scatter_(1, order, keep)
+    return logits.masked_fill(~keep_by_token, NEG_INF)
+
+
+def sample(logits: Tensor, s: SamplingTensors) -> Tensor:
+    """One token id per row, [B] int64; -1 where a logit is NaN or no token is left.
+
+    The order, the same on every backend: 1 logit bias; 2 repetition, then frequency and presence
+    penalties; 3 bans (min_tokens); 4 grammar mask; 5 temperature; 6 top-k; 7 top-p; 8 min-p;
+    9 argmax of logit + Gumbel noise, which is an exact draw from the softmax of what is left. A
+    row of temperature 0 skips 5 to 9: it takes the largest logit, the lowest id among equals.
+    """
+    adjust_logits(logits, s)
+    bad = logits.isnan().any(-1) | (logits == NEG_INF).all(-1)
+    chosen = logits.argmax(-1)
+    if not s.all_greedy:
+        greedy = s.temperature <= 0
+        scaled = logits / torch.where(greedy, 1.0, s.temperature)[:, None]
+        if s.any_filter:
+            scaled = filter_logits(scaled, s)
+        noise = -torch.log(-torch.log(philox_uniform(s.seed, s.position, logits.shape[1])))
+        chosen = torch.where(greedy, chosen, (scaled + noise).argmax(-1))
+    chosen = torch.where(bad, -1, chosen)
+    if s.penalties is not None:
+        p = s.penalties
+        live = (p.state_rows >= 0) & ~bad
+        p.output_counts[p.state_rows[live].long(), chosen[live]] += 1
+    return chosen
+
+
+class ReferenceOps:
+    """The reference as an `OpSet`, for tests and for a device that has nothing better."""
+
+    name = "reference"
+
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    rotary = staticmethod(rotary)
+    store_kv = staticmethod(store_kv)
+    extend_attention = staticmethod(extend_attention)
+    decode_attention = staticmethod(extend_attention)
+    silu_and_mul = staticmethod(silu_and_mul)
+    gelu_and_mul = staticmethod(gelu_and_mul)
+    sample = staticmethod(sample)
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if quantization is not None:
+            raise ValueError(f"quantization {quantization!r}: the reference has none")
+        return weight, bias
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        weight, bias = packed
+        wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        return wide.to(x.dtype)
+
+    def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
+        return None

@@ -1,0 +1,56 @@
+"""Everything that can go wrong, as types. The server maps them to statuses in one place."""
+
+from __future__ import annotations
+
+
+class LoomserveError(Exception):
+    """Base of all errors of this project."""
+
+
+class ConfigError(LoomserveError):
+    """An option, or a combination of options, that cannot be served; raised at start-up."""
+
+
+class ModelError(LoomserveError):
+    """A model folder or file that cannot be loaded; the message names the file and the reason."""
+
+
+class InvalidRequest(LoomserveError):
+    """A request that is wrong in itself (HTTP 400).
+
+    Args:
+        message: a sentence that names the field, what was given and what is allowed.
+        param: the name of the field, as the client wrote it.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and requested output cannot fit the context or the KV pool (HTTP 400)."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class QueueFull(LoomserveError):
+    """The waiting queue is at its cap (HTTP 503).
+
+    Args:
+        retry_after_s: when a retry has a chance.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDead(LoomserveError):
+    """The step loop has ended; nothing can be served any more (HTTP 503)."""
+
+
+class InvariantError(LoomserveError):
+    """A recount found the scheduler's books wrong. Always a bug of ours."""

@@ -1,0 +1,145 @@
+"""What one generation asks for (`SamplingParams`) and its state while it is served (`Request`)."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"  # the one request whose prompt is being cut into chunks
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended.
+
+    Args:
+        matched: the stop token id or the stop text that ended it.
+        message: for ABORT, TIMEOUT and ERROR, a sentence for the client.
+    """
+
+    reason: FinishReason
+    matched: int | str | None = None
+    message: str | None = None
+
+
+class Grammar(Protocol):
+    """A structured-output constraint as the scheduler sees it: it may still be compiling."""
+
+    @property
+    def ready(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to pick tokens. The defaults pick from the model's plain distribution.
+
+    Args:
+        max_new_tokens: None lets the scheduler give what context and pool allow.
+        top_k: 0 means off. min_p: 0 means off. temperature: 0 means greedy.
+        seed: None draws one per request (the server does; the runner needs an int).
+        logit_bias: (token id, added value) pairs.
+        stop_token_ids: end the request beside the model's EOS ids, also under ignore_eos.
+        ignore_eos: the model's own EOS ids do not end the request.
+        min_tokens: EOS and stop_token_ids cannot be sampled before that many output tokens.
+        logprobs: alternatives per output token; 0 gives the chosen token's only; None: off.
+        prompt_logprobs: the same for prompt tokens.
+        bad_words: token id sequences that must not be completed.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to generate. Made by the engine; from `Scheduler.add` on, the scheduler alone
+    changes it. `n` choices are `n` requests.
+
+    Args:
+        request_id: unique among live requests, never given by a client.
+        namespace: requests of different namespaces never share cached KV (cache_salt).
+        priority: larger is served first.
+        deadline_s: on the scheduler's clock; the request ends with TIMEOUT after it.
+    """
+
+    request_id: str
+    input_ids: array[int]
+    sampling: SamplingParams
+    arrival_s: float
+    priority: int = 0
+    namespace: str = ""
+    deadline_s: float | None = None
+    grammar: Grammar | None = None
+
+    state: RequestState = RequestState.WAITING
+    output_ids: array[int] = field(default_factory=lambda: array("i"))  # committed tokens
+    max_new_tokens: int = 0  # resolved at intake
+    row: int = -1  # request-table row, -1 while it has none
+    pages: array[int] = field(default_factory=lambda: array("i"))  # page of every page index
+    length: int = 0  # tokens whose KV has a slot (launched, perhaps not yet committed)
+    launched_tokens: int = 0  # output tokens sampled by launched steps, committed or not
+    cached_tokens: int = 0  # prompt tokens found in the cache when first admitted
+    retractions: int = 0
+    finish: Finish | None = None
+    scheduling: Any = None  # the scheduler's own per-request data (locks, waiting clocks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, from the model's raw distribution.
+
+    Args:
+        token_id, logprob: the token that stands there.
+        top: (token id, logprob) pairs, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """News of one request, in the order of its tokens.
+
+    Args:
+        token_ids: new tokens, in order; empty when only `finish` is news.
+        logprobs: parallel to token_ids when the request asked for them.
+        prompt_logprobs: for prompt positions, complete, with the first output; entry 0 is None.
+        finish: set once, on the last output of the request.
+    """
+
+    request: Request
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish: Finish | None = None

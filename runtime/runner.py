@@ -1,0 +1,96 @@
+"""What any executor of steps answers to: the seam between the scheduler's ints and a device.
+
+The engine calls `launch` for step N + 1 before step N's result is read. A launched step samples
+only after `PendingStep.sample`, since a grammar's mask for it needs the token of the step before;
+its forward pass runs meanwhile. Steps run in the order of their launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from runtime.request import TokenLogprobs
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+
+
+@dataclass(slots=True)
+class SampleMasks:
+    """Tokens that some of a step's sampled rows may take.
+
+    Args:
+        rows: indices into `ScheduleBatch.sampled`, ascending.
+        bits: a C-contiguous [len(rows), ceil(vocab_size / 32)] int32 buffer (numpy array or any
+            object with the buffer protocol); bit t % 32 of word t // 32 allows token t.
+    """
+
+    rows: Sequence[int]
+    bits: Any
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """The result of a step on the host.
+
+    Args:
+        token_ids: parallel to `ScheduleBatch.sampled`.
+        logprobs: parallel to token_ids where some row asked for them; None entries for the others.
+        prompt_logprobs: by batch row, for prefill rows that asked: one entry per new token of the
+            chunk, the log-probability of the *next* prompt token at that position (so the last
+            entry is missing in a prompt's last chunk).
+        failed: by index into `sampled`, why the row gave no token (a NaN logit, an empty mask).
+        device_s: seconds the device spent on the step.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    device_s: float = 0.0
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def sample(self, masks: SampleMasks | None) -> None:
+        """Lets the step sample once its forward pass is done. Called once; never blocks."""
+        ...
+
+    def result(self) -> StepOutput:
+        """Blocks until the step is done. Raises what the step raised."""
+        ...
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Calls back, from any thread or at once, when `result` would not block any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What the engine and /server_info need to know of a runner.
+
+    Args:
+        max_total_tokens: KV tokens of the pool, the reserved page included.
+        vocab_size: ids that can be sampled are 0 .. vocab_size - 1.
+        details: free text pairs (device, dtype, kernels) for /server_info.
+    """
+
+    max_total_tokens: int
+    vocab_size: int
+    details: dict[str, str] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """Runs steps. Not thread-safe: one caller at a time."""
+
+    info: RunnerInfo
+
+    def launch(self, batch: ScheduleBatch) -> PendingStep:
+        """Starts a step and returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Waits for launched steps and frees the device. Idempotent."""
+        ...
