@@ -1,0 +1,77 @@
+"""Cost parameters of known machines, with their derivation.
+
+A preset is a starting point for "what would happen on ...": for a machine at hand, record a trace
+and fit one (`runtime.simulation.cost_fit`).
+"""
+
+from __future__ import annotations
+
+from runtime.errors import ConfigError
+from runtime.simulation.cost_model import CostModel
+
+
+def _h200_llama_8b() -> CostModel:
+    """Llama-3.1-8B in bfloat16 on one H200, from the device's rates; nothing here is fitted.
+
+    Rates: memory copies at 4.3 TB/s, dense bf16 matmul at 790 TFLOP/s (what a large copy and a
+    large matmul reach, not the data sheet). Model: 32 layers, hidden 4096, 32 query and 8 KV heads
+    of 128, vocabulary 128,256: 6.98e9 parameters in the layers, 0.525e9 in the output head (the
+    input embedding is gathered, not read)."""
+    memory, matmul = 4.3e12, 790e12
+    layers, heads, kv_heads, head_dim, vocab = 32, 32, 8, 128, 128_256
+    layer_params, head_params = 6.98e9, 0.525e9
+    # 1.15: norms, gaps between kernels and the last wave of each, at batch 1.
+    step_s = 1.15 * 2 * (layer_params + head_params) / memory  # 4.0 ms
+    token_s = 2 * layer_params / matmul  # 17.7 us
+    # Flash attention at 0.6 of the matmul rate: QK and PV, 2 FLOP each per dimension.
+    pair_s = 4 * heads * head_dim * layers / (0.6 * matmul)  # 1.1 ns
+    # Decode attention streams K and V at 0.8 of the copy rate.
+    context_s = 2 * kv_heads * head_dim * layers * 2 / (0.8 * memory)  # 38 ns
+    # Output head, then about eight passes of the sampler over fp32 logits.
+    row_s = 2 * head_params / matmul + 8 * 4 * vocab / memory  # 2.3 us
+    return CostModel(
+        step_s=step_s,
+        token_s=token_s,
+        knee_tokens=step_s / token_s,  # 227: where arithmetic catches up with the weights' trip
+        pair_s=pair_s,
+        context_s=context_s,
+        row_s=row_s,
+        # Clocks under a power cap move by about 2 %; rarely a step is hit by the host.
+        sigma=0.02,
+        tail_probability=0.002,
+        tail_index=2.5,
+    )
+
+
+def _cpu_smollm2_135m() -> CostModel:
+    """SmolLM2-135M in bfloat16 on two cores of an EPYC (Zen 4, AVX512-BF16).
+
+    From measurements of its linear layers with cold weights (oneDNN, packed once): 14.9 ms for 1
+    row, 15.1 for 8, 18.7 for 16, 49.5 for 64, 263 for 512; so one pass costs 15 ms, and from about
+    8 rows on 0.5 ms a row. The floors are 8.7 ms (269 MB at 31 GB/s) and 0.51 ms (212 MFLOP at
+    0.42 TFLOP/s). Attention: 4 * 9 * 64 FLOP per pair and layer, 30 layers, at half of the matmul
+    rate is 0.33 us; 23,040 bytes of KV a token at 31 GB/s are 0.74 us, and as much again for the
+    arithmetic. The sampler's passes over 49,152 logits cost about 50 us a row."""
+    return CostModel(
+        step_s=15.0e-3,
+        token_s=0.50e-3,
+        knee_tokens=8.0,
+        pair_s=0.33e-6,
+        context_s=1.5e-6,
+        row_s=50e-6,
+        # Two cores that also run the server and its clients.
+        sigma=0.06,
+        tail_probability=0.01,
+        tail_index=2.5,
+    )
+
+
+_PRESETS = {"h200-llama-8b": _h200_llama_8b, "cpu-smollm2-135m": _cpu_smollm2_135m}
+PRESET_NAMES = tuple(_PRESETS)
+
+
+def cost_preset(name: str) -> CostModel:
+    """The parameters of a known machine. Raises: ConfigError: lists the names there are."""
+    if name not in _PRESETS:
+        raise ConfigError(f"cost model {name!r}: must be one of {', '.join(PRESET_NAMES)}")
+    return _PRESETS[name]()
