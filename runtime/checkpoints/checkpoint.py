@@ -1,0 +1,98 @@
+"""What a model on disk is to the rest of the project: a config and named tensors.
+
+`open_checkpoint` takes a Hugging Face folder or a `.gguf` file and answers with the same record,
+so the code that builds a model never asks what it was read from. No torch here: a tensor is a
+writable buffer that `torch.frombuffer` (or numpy) reads without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from runtime.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor before it is read.
+
+    Args:
+        dtype: torch's name of the type that `read` gives: "float32", "bfloat16", "float16", ...
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor's values, row-major.
+
+    Args:
+        buffer: writable (but private: a write never reaches the file), so that
+            `torch.frombuffer(raw.buffer, dtype=getattr(torch, raw.dtype)).view(raw.shape)` takes
+            it without a copy or a warning. Pages of a mapped file are read when first touched.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    buffer: memoryview
+
+
+class Checkpoint(Protocol):
+    """A model on disk."""
+
+    @property
+    def path(self) -> Path:
+        """What the user named: a folder or a file."""
+        ...
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's `config.json` (of a GGUF file: what it would be)."""
+        ...
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """`generation_config.json`, empty where the model has none."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Hugging Face names of all tensors, in the order of the file."""
+        ...
+
+    def read(self, name: str) -> RawTensor:
+        """The values of one tensor. Raises: ModelError: no such tensor, or the file is damaged."""
+        ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The model at `path`: a Hugging Face folder, or a `.gguf` file of the Llama family.
+
+    Raises: ModelError: nothing there, or not a model; names what was looked for.
+    """
+    # Both forms import this module's records.
+    from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
+    from runtime.checkpoints.hugging_face import HuggingFaceCheckpoint
+
+    if path.is_dir():
+        return HuggingFaceCheckpoint(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return GgufCheckpoint(path)
+    if path.exists():
+        raise ModelError(f"{path}: neither a folder nor a .gguf file")
+    raise ModelError(f"{path}: no such folder or file")
+
+
+def tensor_info(checkpoint: Checkpoint, name: str) -> TensorInfo:
+    """Shape and type of a tensor. Raises: ModelError: the checkpoint has none of that name."""
+    info = checkpoint.tensors.get(name)
+    if info is None:
+        raise ModelError(f"{checkpoint.path}: has no tensor {name!r}")
+    return info

@@ -1,0 +1,246 @@
+"""A `.gguf` file of the Llama family as a checkpoint: Hugging Face names, shapes and config.
+
+A GGUF file holds the same matrices under shorter names, quantized or not, with two differences
+that matter here: the rows of Llama's q and k projections are reordered for interleaved rotary
+(put back below), and config values are single floats (1e-5 comes back as 9.999999747e-06, so the
+shortest decimal that gives the same float is taken).
+
+Format and names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Quantized tensors
+are dequantized to float32 by the `gguf` package.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
+
+from runtime.checkpoints.checkpoint import RawTensor, TensorInfo, tensor_info
+from runtime.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+class _Architecture(NamedTuple):
+    class_name: str
+    reordered: bool  # q and k have their rows in the order of interleaved rotary
+
+
+_ARCHITECTURES = {  # by general.architecture, which is transformers' model_type too
+    "llama": _Architecture("LlamaForCausalLM", True),
+    "qwen2": _Architecture("Qwen2ForCausalLM", False),
+    "qwen3": _Architecture("Qwen3ForCausalLM", False),
+}
+_TOP_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FREQUENCIES = "rope_freqs.weight"  # Llama 3's rotary scaling, as one divisor per frequency
+_IGNORED = re.compile(r"rope_freqs\.weight|.*\.rope_freqs\.weight|.*\.attn_rot_embd")
+_PLAIN_TYPES = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+}
+
+
+class GgufCheckpoint:
+    """See the module docstring. Quantized tensors are float32 when read."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: ModelError: not a GGUF file, or of a family this server does not know."""
+        self.path = path
+        try:
+            reader = GGUFReader(path)
+        except (ValueError, OSError, IndexError) as error:
+            raise ModelError(f"{path}: not a GGUF file, or cut short ({error})") from error
+        self.metadata = {name: field.contents() for name, field in reader.fields.items()}
+        architecture = self.metadata.get("general.architecture")
+        if architecture not in _ARCHITECTURES:
+            raise ModelError(
+                f"{path}: architecture {architecture!r}: GGUF files of"
+                f" {', '.join(_ARCHITECTURES)} can be served"
+            )
+        self._architecture = str(architecture)
+        self._sources = {
+            self._hugging_face_name(tensor.name): tensor
+            for tensor in reader.tensors
+            if not _IGNORED.fullmatch(tensor.name)
+        }
+        self.tensors = {
+            name: TensorInfo(_shape(tensor), _PLAIN_TYPES.get(tensor.tensor_type, "float32"))
+            for name, tensor in self._sources.items()
+        }
+        frequencies = next((t.data for t in reader.tensors if t.name == _FREQUENCIES), None)
+        self.config = self._make_config(frequencies)
+        self.generation_config = self._make_generation_config()
+
+    def read(self, name: str) -> RawTensor:
+        """See `Checkpoint.read`; the buffer is a copy, quantized values dequantized."""
+        info = tensor_info(self, name)
+        tensor = self._sources[name]
+        if tensor.tensor_type == GGMLQuantizationType.BF16:
+            values = tensor.data.view(np.uint16)
+        elif tensor.tensor_type in _PLAIN_TYPES:
+            values = tensor.data
+        else:
+            try:
+                values = dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError as error:
+                kind = tensor.tensor_type.name
+                raise ModelError(f"{self.path}: {tensor.name}: {kind} is not supported") from error
+        values = self._restore_rows(tensor.name, values.reshape(info.shape))
+        buffer = np.array(values, order="C")  # writable, private
+        return RawTensor(info.shape, info.dtype, buffer.data.cast("B"))
+
+    def _hugging_face_name(self, name: str) -> str:
+        stem, _, suffix = name.rpartition(".")
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if stem in _TOP_NAMES:
+            return f"{_TOP_NAMES[stem]}.{suffix}"
+        if layer and layer[2] in _LAYER_NAMES:
+            return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}"
+        raise ModelError(f"{self.path}: tensor {name!r} is not one of a {self._architecture} model")
+
+    def _restore_rows(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        """Undoes the reordering of q and k, which took a head's rows from (half, pair) to
+        (pair, half)."""
+        reordered = _ARCHITECTURES[self._architecture].reordered
+        is_query = ".attn_q." in name
+        if not reordered or not (is_query or ".attn_k." in name):
+            return values
+        heads = self.config["num_attention_heads" if is_query else "num_key_value_heads"]
+        pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(values.shape)
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        """A metadata value; {arch} in the key is the file's architecture."""
+        value = self.metadata.get(key.replace("{arch}", self._architecture), default)
+        if value is None:
+            raise ModelError(f"{self.path}: lacks {key.replace('{arch}', self._architecture)}")
+        return shortest(value) if isinstance(value, float) else value
+
+    def _make_config(self, frequencies: NDArray[Any] | None) -> dict[str, Any]:
+        heads = self._value("{arch}.attention.head_count")
+        hidden = self._value("{arch}.embedding_length")
+        head_dim = self._value("{arch}.attention.key_length", hidden // heads)
+        theta = self._value("{arch}.rope.freq_base", 10000.0)
+        rope = {"rope_theta": theta, **self._rope_scaling(frequencies, head_dim, theta)}
+        config: dict[str, Any] = {
+            "architectures": [_ARCHITECTURES[self._architecture].class_name],
+            "model_type": self._architecture,
+            "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
+            "hidden_size": hidden,
+            "intermediate_size": self._value("{arch}.feed_forward_length"),
+            "num_hidden_layers": self._value("{arch}.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._value("{arch}.attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self._value("{arch}.context_length"),
+            "rms_norm_eps": self._value("{arch}.attention.layer_norm_rms_epsilon"),
+            # transformers 5 reads rope_parameters, older readers rope_theta and rope_scaling.
+            "rope_parameters": {"rope_type": "default", **rope},
+            "rope_theta": theta,
+            "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} or None,
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.tensors,
+            "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self.tensors,
+            "tie_word_embeddings": "lm_head.weight" not in self.tensors,
+            "dtype": self._common_dtype(),
+            "torch_dtype": self._common_dtype(),
+        }
+        for name in ("bos", "eos"):
+            config[f"{name}_token_id"] = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        config["pad_token_id"] = self.metadata.get("tokenizer.ggml.padding_token_id")
+        return config
+
+    def _rope_scaling(
+        self, frequencies: NDArray[Any] | None, head_dim: int, theta: float
+    ) -> dict[str, Any]:
+        if frequencies is not None:
+            context = self._value("{arch}.context_length")
+            scaling = llama3_scaling(np.asarray(frequencies, np.float64), head_dim, theta, context)
+            if scaling is None:
+                raise ModelError(f"{self.path}: {_FREQUENCIES} is no known scaling of positions")
+            return scaling
+        kind = self.metadata.get("{arch}.rope.scaling.type".replace("{arch}", self._architecture))
+        if kind in (None, "none"):
+            return {}
+        if kind not in ("linear", "yarn"):
+            raise ModelError(f"{self.path}: rope scaling {kind!r}: must be none, linear or yarn")
+        scaling = {"rope_type": kind, "factor": self._value("{arch}.rope.scaling.factor")}
+        if kind == "yarn":
+            key = "{arch}.rope.scaling.original_context_length"
+            scaling["original_max_position_embeddings"] = self._value(key)
+        return scaling
+
+    def _common_dtype(self) -> str:
+        """The plain type that the matrices have; quantized ones are best kept in bfloat16."""
+        kinds = {t.tensor_type for t in self._sources.values() if len(t.shape) == 2}
+        return _PLAIN_TYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+    def _make_generation_config(self) -> dict[str, Any]:
+        config = {k: self.config[k] for k in ("bos_token_id", "pad_token_id")}
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        ends = [self.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+        distinct = list(dict.fromkeys(end for end in ends if end is not None))
+        config["eos_token_id"] = distinct[0] if len(distinct) == 1 else distinct or None
+        return {key: value for key, value in config.items() if value is not None}
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """GGUF lists dimensions from the innermost."""
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: 9.999999747378752e-06 becomes 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def llama3_scaling(
+    divisors: NDArray[Any], head_dim: int, theta: float, context: int
+) -> dict[str, Any] | None:
+    """The `llama3` rope scaling that gives these divisors [head_dim / 2], or None.
+
+    A GGUF file keeps only the result of the published formula (transformers'
+    `_compute_llama3_parameters`), so its parameters are found by trying those in use.
+    """
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    factor = float(divisors.max())
+    low, high = 1.0, 4.0
+    for original in (8192, context):
+        ratio = (original / wavelengths - low) / (high - low)
+        smooth = 1 / ((1 - ratio) / factor + ratio)
+        middle = np.where(original / wavelengths < low, factor, smooth)
+        expected = np.where(original / wavelengths > high, 1.0, middle)
+        if np.allclose(expected, divisors, rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": shortest(factor),
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    return None
