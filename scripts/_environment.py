@@ -1,0 +1,59 @@
+"""Makes the virtual environment that `scripts/serve` and `scripts/test` run in.
+
+Standard library only: it runs before anything is installed. Called by `_environment.sh` with the
+extras ("serve" or "test") and the text of the stamp; a lock lets concurrent first runs wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+
+
+def main() -> None:
+    extras, wanted = sys.argv[1:]
+    with (ROOT / ".venv.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another run is setting up .venv; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = VENV / f".loomserve-{extras}"
+        if stamp.is_file() and stamp.read_text() == wanted and PYTHON.exists():
+            return
+        if not has_pip():
+            say(f"making .venv with Python {sys.version.split()[0]}")
+            run(sys.executable, "-m", "venv", "--clear", str(VENV))
+        say("installing loomserve and what it needs into .venv (minutes the first time)")
+        target = f"{ROOT}[test]" if extras == "test" else str(ROOT)
+        run(str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "-e", target)
+        stamp.write_text(wanted)
+        if extras == "test":
+            (VENV / ".loomserve-serve").write_text(wanted)
+
+
+def has_pip() -> bool:
+    """Whether .venv is usable: an interrupted run may have left one without pip."""
+    if not PYTHON.exists():
+        return False
+    command = [str(PYTHON), "-m", "pip", "--version"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def run(*command: str) -> None:
+    status = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    if status:
+        sys.exit(f"setting up .venv failed: {' '.join(command)} ended with status {status}")
+
+
+def say(message: str) -> None:
+    print(f"loomserve: {message}", file=sys.stderr, flush=True)
+
+
+main()

@@ -1,0 +1,30 @@
+# Sourced by the scripts beside it, with $root set: one way to get a working .venv.
+#
+# A stamp in .venv says for which pyproject.toml, place and extras it was made, so that a second
+# run starts at once. Making it is left to _environment.py, under a lock.
+
+# Prints a Python >= 3.11 that can make virtual environments; the usual one first.
+find_python() {
+    local name
+    for name in python3 python3.12 python3.11 python3.13 python; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+            2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    echo "loomserve needs Python 3.11 or newer with the venv module" \
+        "(on Debian and Ubuntu: apt install python3-venv)" >&2
+    return 1
+}
+
+# ensure_environment serve|test: with what serving needs, or with the test tools as well.
+ensure_environment() {
+    local extras=$1 wanted python
+    wanted="$root $(cksum <"$root/pyproject.toml")"
+    if [[ -x $root/.venv/bin/python && "$(cat "$root/.venv/.loomserve-$extras" 2>/dev/null)" == "$wanted" ]]; then
+        return
+    fi
+    python=$(find_python)
+    "$python" "$root/scripts/_environment.py" "$extras" "$wanted"
+}
