@@ -29,20 +29,27 @@ class Arrival:
     Args:
         arrival_s: seconds since the start of the simulation.
         output_tokens: tokens that the model gives before it ends the request by itself.
-        max_new_tokens: what the client asks for. Above output_tokens the request ends by EOS,
+        max_new_tokens: what the client asks for. Above output_tokens the request ends by a stop,
             and the scheduler must plan with an upper bound, as it does for most real traffic.
+            None: whatever fits.
         abort_after_s: the client leaves that long after it came; None: it stays.
+        output_ids: the tokens themselves, where known (a later prompt may quote them).
     """
 
     arrival_s: float
     input_ids: array[int]
     output_tokens: int
-    max_new_tokens: int
+    max_new_tokens: int | None
     request_id: str
     priority: int = 0
     namespace: str = ""
     ignore_eos: bool = False
     abort_after_s: float | None = None
+    output_ids: array[int] | None = None
+
+    @property
+    def ends_itself(self) -> bool:
+        return self.max_new_tokens is None or self.max_new_tokens > self.output_tokens
 
 
 @dataclass(slots=True)

@@ -1,0 +1,151 @@
+"""A scheduler that writes down what it is told and what it decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from runtime.simulation.trace import (
+    Event,
+    batch_record,
+    finish_record,
+    outputs_record,
+    request_record,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from runtime.request import Finish, Grammar, Request, RequestOutput
+    from runtime.runner import StepOutput
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+    from runtime.scheduling.scheduler import Plan, Scheduler
+
+T = TypeVar("T")
+
+
+class EventWriter(Protocol):
+    """Where the events go; `TraceWriter` in service, a list in a replay."""
+
+    def write(self, event: Event) -> None: ...
+    def close(self) -> None: ...
+
+
+class LatchedGrammar:
+    """A grammar whose readiness changes only between two calls of the scheduler.
+
+    Compilation ends in another thread at any moment; a recorded decision must have seen the
+    readiness that the trace states."""
+
+    def __init__(self, inner: Grammar) -> None:
+        self._inner = inner
+        self.ready = inner.ready
+
+    def refresh(self) -> bool:
+        """Whether it has become ready since the last look."""
+        before, self.ready = self.ready, self._inner.ready
+        return self.ready and not before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class RecordingScheduler:
+    """Stands in a scheduler's place, passes every call on, and writes it to a trace.
+
+    Only calls that change or ask for a decision are written; everything else (statistics, debug
+    records) is the inner scheduler's own, reached as if there were no recorder."""
+
+    def __init__(self, inner: Scheduler, writer: EventWriter) -> None:
+        self._inner = inner
+        self._writer = writer
+        self._compiling: dict[str, LatchedGrammar] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def add(self, request: Request, now: float) -> list[RequestOutput]:
+        if request.grammar is not None:
+            request.grammar = LatchedGrammar(request.grammar)
+            if not request.grammar.ready:
+                self._compiling[request.request_id] = request.grammar
+        event: Event = {"event": "add", "now": now, "request": request_record(request)}
+        outputs = self._call(event, lambda: self._inner.add(request, now))
+        self._write(event, outputs=outputs_record(outputs))
+        return outputs
+
+    def abort(self, request_id: str, message: str | None = None) -> bool:
+        event: Event = {"event": "abort", "id": request_id, "message": message}
+        result = self._call(event, lambda: self._inner.abort(request_id, message))
+        self._write(event, result=result)
+        return result
+
+    def abort_all(self, message: str | None = None) -> int:
+        event: Event = {"event": "abort_all", "message": message}
+        result = self._call(event, lambda: self._inner.abort_all(message))
+        self._write(event, result=result)
+        return result
+
+    def finish(self, request_id: str, finish: Finish) -> bool:
+        event: Event = {"event": "finish", "id": request_id, "finish": finish_record(finish)}
+        result = self._call(event, lambda: self._inner.finish(request_id, finish))
+        self._write(event, result=result)
+        return result
+
+    def plan(self, now: float) -> Plan:
+        self._look_at_grammars()
+        event: Event = {"event": "plan", "now": now}
+        plan = self._call(event, lambda: self._inner.plan(now))
+        self._write(
+            event,
+            batch=None if plan.batch is None else batch_record(plan.batch),
+            reason=plan.reason,
+            ended=outputs_record(plan.ended),
+        )
+        return plan
+
+    def commit(self, batch: ScheduleBatch, output: StepOutput, now: float) -> list[RequestOutput]:
+        event: Event = {
+            "event": "commit",
+            "now": now,
+            "step": batch.step,
+            "tokens": list(output.token_ids),
+            "failed": {str(index): reason for index, reason in output.failed.items()},
+            "device_s": output.device_s,
+        }
+        outputs = self._call(event, lambda: self._inner.commit(batch, output, now))
+        self._write(event, outputs=outputs_record(outputs))
+        return outputs
+
+    def fail(self, batch: ScheduleBatch, message: str, now: float) -> list[RequestOutput]:
+        event: Event = {"event": "fail", "now": now, "step": batch.step, "message": message}
+        outputs = self._call(event, lambda: self._inner.fail(batch, message, now))
+        self._write(event, outputs=outputs_record(outputs))
+        return outputs
+
+    def flush(self) -> bool:
+        event: Event = {"event": "flush"}
+        result = self._call(event, self._inner.flush)
+        self._write(event, result=result)
+        return result
+
+    def close(self) -> None:
+        """Ends the trace."""
+        self._writer.close()
+
+    def _look_at_grammars(self) -> None:
+        for request_id, grammar in list(self._compiling.items()):
+            if grammar.refresh():
+                self._writer.write({"event": "grammar", "id": request_id, "ready": True})
+            if grammar.ready:
+                del self._compiling[request_id]
+
+    def _call(self, event: Event, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except Exception as error:
+            # A refusal is a decision, and a bug's last input is what a trace is kept for.
+            self._write(event, error=[type(error).__name__, str(error)])
+            raise
+
+    def _write(self, event: Event, **decision: Any) -> None:
+        self._writer.write({**event, **decision})

@@ -1,0 +1,183 @@
+"""Re-runs a recorded scheduler on its recorded inputs and compares every decision."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import LoomserveError
+from runtime.request import Request
+from runtime.runner import StepOutput
+from runtime.simulation.recorder import RecordingScheduler
+from runtime.simulation.trace import Event, Trace, finish_from, ids_from, sampling_from, to_line
+
+if TYPE_CHECKING:
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+    from runtime.scheduling.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first decision that came out otherwise.
+
+    Args:
+        line: of the trace file. step: the step that was planned or committed, or the next one.
+        field: path inside the event, as in "batch.lengths[3]".
+    """
+
+    line: int
+    event: str
+    step: int
+    field: str
+    expected: Any
+    got: Any
+
+    def __str__(self) -> str:
+        return (
+            f"line {self.line}, {self.event} at step {self.step}, {self.field}:"
+            f" expected {self.expected!r}, got {self.got!r}"
+        )
+
+
+@dataclass(slots=True)
+class ReplayReport:
+    """What was compared until the end, or until the first difference."""
+
+    events: int = 0
+    steps: int = 0
+    difference: Difference | None = None
+
+
+def replay(trace: Trace, scheduler: Scheduler) -> ReplayReport:
+    """Feeds the trace's inputs to a fresh scheduler, up to the first decision that differs.
+
+    The scheduler is driven through a recorder of its own, so both sides are spelled by the same
+    code and "the same" means the same bytes."""
+    run = _Replay(scheduler)
+    report = ReplayReport()
+    pending: list[tuple[int, Event]] = []
+    for line, event in trace.events:
+        pending.append((line, event))
+        if event["event"] == "grammar":
+            # Seen, and written down, by the call that follows.
+            run.grammars[event["id"]].ready = True
+            continue
+        emitted = run.feed(event)
+        step = _step_of(event, report.steps)
+        report.difference = _compare(pending, emitted, step)
+        if report.difference is not None:
+            return report
+        report.events += len(pending)
+        report.steps += event["event"] == "plan" and event.get("batch") is not None
+        pending.clear()
+    return report
+
+
+@dataclass(slots=True)
+class _ReplayedGrammar:
+    ready: bool
+
+
+class _Replay:
+    """Turns events into calls and collects what the recorder writes about them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.grammars: dict[str, _ReplayedGrammar] = {}
+        self._emitted: list[Event] = []
+        self._scheduler = RecordingScheduler(scheduler, self)
+        self._launched: dict[int, ScheduleBatch] = {}
+
+    def write(self, event: Event) -> None:
+        self._emitted.append(event)
+
+    def close(self) -> None:
+        """Nothing to close: the events stay in memory."""
+
+    def feed(self, event: Event) -> list[Event]:
+        """Makes the event's call. Returns: the events that came of it."""
+        self._emitted = []
+        try:
+            self._call(event)
+        except Exception:
+            # What the recorder wrote about the error is compared like any decision; an error
+            # outside a recorded call is a fault of the trace or of the replay.
+            if not self._emitted or "error" not in self._emitted[-1]:
+                raise
+        return self._emitted
+
+    def _call(self, event: Event) -> None:
+        scheduler, kind = self._scheduler, event["event"]
+        if kind == "add":
+            scheduler.add(self._request(event["request"]), event["now"])
+        elif kind == "abort":
+            scheduler.abort(event["id"], event["message"])
+        elif kind == "abort_all":
+            scheduler.abort_all(event["message"])
+        elif kind == "finish":
+            scheduler.finish(event["id"], finish_from(event["finish"]))
+        elif kind == "plan":
+            batch = scheduler.plan(event["now"]).batch
+            if batch is not None:
+                self._launched[batch.step] = batch
+        elif kind == "commit":
+            failed = {int(index): reason for index, reason in event["failed"].items()}
+            output = StepOutput(event["tokens"], failed=failed, device_s=event["device_s"])
+            scheduler.commit(self._launched.pop(event["step"]), output, event["now"])
+        elif kind == "fail":
+            scheduler.fail(self._launched.pop(event["step"]), event["message"], event["now"])
+        elif kind == "flush":
+            scheduler.flush()
+        else:
+            raise LoomserveError(f"trace event {kind!r}: not known to this version")
+
+    def _request(self, record: dict[str, Any]) -> Request:
+        grammar = None
+        if record["grammar"] is not None:
+            grammar = self.grammars[record["id"]] = _ReplayedGrammar(record["grammar"])
+        return Request(
+            request_id=record["id"],
+            input_ids=ids_from(record["input_ids"]),
+            sampling=sampling_from(record["sampling"]),
+            arrival_s=record["arrival_s"],
+            priority=record["priority"],
+            namespace=record["namespace"],
+            deadline_s=record["deadline_s"],
+            grammar=grammar,
+        )
+
+
+def _step_of(event: Event, steps: int) -> int:
+    batch = event.get("batch")
+    return int(batch["step"] if batch else event.get("step", steps))
+
+
+def _compare(
+    expected: list[tuple[int, Event]], emitted: list[Event], step: int
+) -> Difference | None:
+    for (line, event), got in zip(expected, emitted, strict=False):
+        if to_line(event) != to_line(got):
+            # Through JSON once, so that both sides hold the same types.
+            field, old, new = _first_difference(event, json.loads(to_line(got)), "")
+            return Difference(line, event["event"], step, field, old, new)
+    if len(expected) != len(emitted):
+        line, event = expected[-1]
+        old_kinds = [event["event"] for _, event in expected]
+        new_kinds = [event["event"] for event in emitted]
+        return Difference(line, event["event"], step, "event", old_kinds, new_kinds)
+    return None
+
+
+def _first_difference(expected: Any, got: Any, path: str) -> tuple[str, Any, Any]:
+    """Path and both values at the first place, in the order of writing, where two events differ."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        for name in [*expected, *(name for name in got if name not in expected)]:
+            if expected.get(name) != got.get(name):
+                inner = f"{path}.{name}" if path else name
+                return _first_difference(expected.get(name), got.get(name), inner)
+    if isinstance(expected, list) and isinstance(got, list):
+        for index, (old, new) in enumerate(zip(expected, got, strict=False)):
+            if old != new:
+                return _first_difference(old, new, f"{path}[{index}]")
+        return f"len({path})", len(expected), len(got)
+    return path, expected, got

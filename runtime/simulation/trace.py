@@ -1,0 +1,218 @@
+"""The file that `--record` writes: every input and every decision of a scheduler, as JSON lines.
+
+The first line holds the version and the scheduler's options; each later line is one call, with its
+arguments (the inputs) and what it returned (the decision):
+
+    {"event":"add","now":…,"request":{…},"outputs":[…]}      or "error":[type, message]
+    {"event":"abort" | "abort_all" | "finish" | "flush", …,"result":…}
+    {"event":"grammar","id":…,"ready":true}                   before the call that sees it
+    {"event":"plan","now":…,"batch":{…} | null,"reason":…,"ended":[…]}
+    {"event":"commit","now":…,"step":…,"tokens":[…],"failed":{…},"device_s":…,"outputs":[…]}
+    {"event":"fail","now":…,"step":…,"message":…,"outputs":[…]}
+
+Times are the engine's clock readings, written so that reading gives the same float. What the
+scheduler never looks at (temperatures, log-probabilities, texts) is not recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from runtime.config import SchedulerConfig
+from runtime.errors import ConfigError
+from runtime.request import Finish, FinishReason, Request, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+
+VERSION = 1
+Event = dict[str, Any]
+
+_BATCH_ARRAYS = (
+    "rows",
+    "starts",
+    "lengths",
+    "input_ids",
+    "sampled",
+    "positions",
+    "output_counts",
+    "table_rows",
+    "table_indices",
+    "table_pages",
+)
+# The sampling fields that a scheduler may look at.
+_SAMPLING_FIELDS = (
+    "max_new_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+)
+
+
+def to_line(event: Event) -> str:
+    """The one spelling of an event: what "the same to the byte" compares."""
+    return json.dumps(event, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+class TraceWriter:
+    """Appends events to a file; each is on its way to the disk when `write` returns, so that the
+    trace of a server that dies ends at the call that killed it."""
+
+    def __init__(self, path: Path, config: SchedulerConfig) -> None:
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"record {path}: cannot be written: {error}") from error
+        self.write({"event": "options", "version": VERSION, "options": config_record(config)})
+
+    def write(self, event: Event) -> None:
+        self._file.write(to_line(event) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
+
+
+@dataclass(slots=True)
+class Trace:
+    """A recorded run: the options and the events that followed, each with its line number."""
+
+    options: dict[str, Any]
+    events: list[tuple[int, Event]]
+
+
+def read_trace(path: Path) -> Trace:
+    """The whole trace.
+
+    A last line cut off by the death of the server is left out.
+
+    Raises: ConfigError: not a trace, of another version, or a damaged line, with its number."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            events = list(_parse(lines, path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not events or events[0][1].get("event") != "options":
+        raise ConfigError(f"{path}: not a scheduler trace (no options in the first line)")
+    head = events[0][1]
+    if head.get("version") != VERSION:
+        raise ConfigError(f"{path}: trace version {head.get('version')!r}: must be {VERSION}")
+    return Trace(head["options"], events[1:])
+
+
+def _parse(lines: Iterator[str], path: Path) -> Iterator[tuple[int, Event]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+        except ValueError as error:
+            if not line.endswith("\n"):
+                return
+            raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(event, dict):
+            raise ConfigError(f"{path}:{number}: must be an object, is {type(event).__name__}")
+        yield number, event
+
+
+def config_record(config: SchedulerConfig) -> dict[str, Any]:
+    return {**asdict(config), "eos_token_ids": sorted(config.eos_token_ids)}
+
+
+def config_from(record: dict[str, Any], overrides: dict[str, Any] | None = None) -> SchedulerConfig:
+    """The options of a trace. Options that this version does not know, or that the trace does not
+    have, are an error and the default.
+
+    Raises: ConfigError: names the option."""
+    known = {f.name for f in fields(SchedulerConfig)}
+    given = {**record, **(overrides or {})}
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"option {name!r}: not an option of the scheduler")
+    given["eos_token_ids"] = frozenset(given.get("eos_token_ids", ()))
+    return SchedulerConfig(**given)
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`name=value` as an option of the scheduler, dashes allowed.
+
+    Raises: ConfigError: an unknown name, or a value of another type than the option's."""
+    name, separator, value = text.partition("=")
+    name = name.strip().lstrip("-").replace("-", "_")
+    kinds = {f.name: f.type for f in fields(SchedulerConfig)}
+    if not separator or name not in kinds or name == "eos_token_ids":
+        options = ", ".join(sorted(set(kinds) - {"eos_token_ids"}))
+        raise ConfigError(f"{text!r}: must be NAME=VALUE with NAME one of {options}")
+    kind = str(kinds[name])
+    try:
+        if kind == "bool":
+            return name, {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        return name, {"int": int, "float": float, "str": str}[kind](value)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{name} {value!r}: must be a value of type {kind}") from error
+
+
+def request_record(request: Request) -> dict[str, Any]:
+    """A request as it is before `add`."""
+    plain = SamplingParams()
+    sampling = {}
+    for name in _SAMPLING_FIELDS:
+        value = getattr(request.sampling, name)
+        if value != getattr(plain, name):
+            sampling[name] = sorted(value) if isinstance(value, frozenset) else value
+    return {
+        "id": request.request_id,
+        "input_ids": list(request.input_ids),
+        "sampling": sampling,
+        "arrival_s": request.arrival_s,
+        "priority": request.priority,
+        "namespace": request.namespace,
+        "deadline_s": request.deadline_s,
+        "grammar": None if request.grammar is None else request.grammar.ready,
+    }
+
+
+def sampling_from(record: dict[str, Any]) -> SamplingParams:
+    given = dict(record)
+    given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+    return SamplingParams(**given)
+
+
+def batch_record(batch: ScheduleBatch) -> dict[str, Any]:
+    """Every int of a planned step, and the ids of its requests."""
+    record: dict[str, Any] = {
+        "step": batch.step,
+        "num_prefill": batch.num_prefill,
+        "requests": [request.request_id for request in batch.requests],
+    }
+    for name in _BATCH_ARRAYS:
+        record[name] = list(getattr(batch, name))
+    return record
+
+
+def outputs_record(outputs: list[RequestOutput]) -> list[list[Any]]:
+    """[id, tokens, finish] of each."""
+    return [
+        [output.request.request_id, list(output.token_ids), finish_record(output.finish)]
+        for output in outputs
+    ]
+
+
+def finish_record(finish: Finish | None) -> list[Any] | None:
+    return None if finish is None else [finish.reason.value, finish.matched, finish.message]
+
+
+def finish_from(record: list[Any]) -> Finish:
+    reason, matched, message = record
+    return Finish(FinishReason(reason), matched, message)
+
+
+def ids_from(record: list[int]) -> array[int]:
+    return array("i", record)
