@@ -1,0 +1,76 @@
+"""A ring of the last steps: what each computed, how long it took, why it was what it was.
+
+Written by the engine, one record per step; read by /debug/steps, the metrics and tests. A record
+holds counts and times only, never text or token ids.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step. Times are seconds on the engine's clock.
+
+    Args:
+        step: its number.
+        kind: "prefill", "decode" or "mixed".
+        prefill_rows, decode_rows, prefill_tokens: what it computed.
+        sampled_rows: rows that gave a token.
+        masked_rows: rows sampled under a grammar or bad words.
+        decode_ids: request ids of its decode rows; prefill_ids of its prefill rows.
+        reason: why the plan before it gave no batch ("" where it followed at once).
+        planned_s, launched_s, done_s, committed_s: moments in the step's life. With overlap the
+            next step is planned and launched between launched_s and done_s.
+        plan_s: seconds that planning it took. device_s: seconds the device spent on it.
+        failed: why the whole step failed, or None.
+    """
+
+    step: int
+    kind: str
+    prefill_rows: int
+    decode_rows: int
+    prefill_tokens: int
+    sampled_rows: int
+    masked_rows: int
+    prefill_ids: tuple[str, ...]
+    decode_ids: tuple[str, ...]
+    reason: str
+    planned_s: float
+    launched_s: float
+    done_s: float
+    committed_s: float
+    plan_s: float
+    device_s: float
+    failed: str | None = None
+
+
+class StepRecords:
+    """The last `capacity` step records and the number of steps ever recorded."""
+
+    __slots__ = ("_ring", "total")
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._ring: deque[StepRecord] = deque(maxlen=capacity)
+        self.total = 0
+
+    def append(self, record: StepRecord) -> None:
+        self._ring.append(record)
+        self.total += 1
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        """Oldest first."""
+        return iter(self._ring)
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def last(self, count: int) -> list[StepRecord]:
+        """The newest `count` records, oldest first."""
+        return list(self._ring)[-count:] if count > 0 else []

@@ -1,0 +1,34 @@
+"""`loomserve serve OPTIONS` and `python -m server OPTIONS`: the same options, one entry."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from server.args import parse_args
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE = "usage: loomserve serve [OPTIONS]\n\nOptions are listed by: loomserve serve --help\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until it is told to stop; returns the exit status."""
+    as_module = argv is None and sys.argv[0].endswith("__main__.py")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] == "serve":
+        config = parse_args(words[1:], "loomserve serve")
+    elif as_module or (words and words[0] not in ("-h", "--help")):
+        config = parse_args(words)
+    else:
+        sys.stdout.write(USAGE)
+        return 0 if words else 2
+    # Imported after the arguments are known to be good: --help and a wrong option answer at once.
+    from server.launcher import run
+
+    return run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

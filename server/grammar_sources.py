@@ -1,0 +1,276 @@
+"""Client fields to grammar sources: JSON schemas, regular expressions, choices, grammars, tags.
+
+A source is a list of llguidance grammars, the first of which is the start; the others are reached
+from Lark text as `@name`. Nothing here needs a tokenizer, except that the text of a special token
+must be written by its id (`literal`), since a special token never stands for its characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.errors import InvalidRequest
+
+Source = list[dict[str, Any]]
+
+# At most a line break and its indentation between two tokens of JSON: a model cannot fill its
+# budget with blanks, and pretty-printed output stays possible.
+WHITESPACE = r"[ ]{0,2}|\n[ ]{0,20}|\n\t{0,8}"
+# No \u escapes: with them a model could write a key that the schema rules on in a second spelling
+# ("\u0061" for "a"), which the grammar takes for an additional property.
+ESCAPES = '"\\nrtbf'
+MAX_DEPTH = 64
+
+ANY_TEXT = r"/(.|\n)*/"
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "additionalItems")
+_UNESCAPABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A stretch of output with a fixed beginning, a grammar inside, and a fixed end.
+
+    Args: content: None lets any text stand there.
+    """
+
+    begin: str
+    content: Source | None
+    end: str
+
+
+@dataclass(slots=True)
+class LarkBuilder:
+    """Lark text with its sub-grammars; special tokens are written by id.
+
+    Args: special_tokens: text of each special token, with its id.
+    """
+
+    special_tokens: Mapping[str, int]
+    rules: list[str] = field(default_factory=list)
+    subs: Source = field(default_factory=list)
+
+    def literal(self, text: str) -> str:
+        """Lark for exactly this text."""
+        if not text:
+            return '""'
+        names = [t for t in sorted(self.special_tokens, key=len, reverse=True) if t and t in text]
+        if not names:
+            return json.dumps(text, ensure_ascii=False)
+        pieces = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
+        return " ".join(
+            f"<[{self.special_tokens[piece]}]>"
+            if piece in self.special_tokens
+            else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+            if piece
+        )
+
+    def embed(self, source: Source) -> str:
+        """A reference to another source, whose grammars become sub-grammars of this one."""
+        prefix = f"g{len(self.subs)}"
+        renamed = {g["name"]: f"{prefix}_{g['name']}" for g in source}
+        for grammar in source:
+            sub = {**grammar, "name": renamed[grammar["name"]]}
+            if lark := grammar.get("lark_grammar"):
+                sub["lark_grammar"] = re.sub(
+                    r"@(\w+)", lambda m: "@" + renamed.get(m[1], m[1]), lark
+                )
+            self.subs.append(sub)
+        return "@" + renamed[source[0]["name"]]
+
+    def until(self, text: str, name: str) -> str:
+        """A reference to a rule for any text up to and including the first `text`."""
+        if text in self.special_tokens:
+            self.rules.append(f"{name}: ANY <[{self.special_tokens[text]}]>")
+        else:
+            self.rules.append(f"{name}[lazy]: ANY {json.dumps(text, ensure_ascii=False)}")
+        if (any_rule := f"ANY: {ANY_TEXT}") not in self.rules:
+            self.rules.append(any_rule)
+        return name
+
+    def source(self, start: str) -> Source:
+        """The finished source."""
+        lark = "\n".join(["%llguidance {}", f"start: {start}", *self.rules])
+        return [{"name": "start", "lark_grammar": lark}, *self.subs]
+
+
+def json_schema(schema: Any, param: str) -> Source:
+    """The source of a JSON schema (an object, a boolean, or the text of either).
+
+    Raises: InvalidRequest: the schema is no schema, or needs what cannot be enforced.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{param}: the schema is not JSON: {error}", param=param) from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        what = "allows nothing" if schema is False else "must be a JSON object"
+        raise InvalidRequest(f"{param}: the schema {what}", param=param)
+    schema = _checked(schema, param, 0)
+    if _UNESCAPABLE.search(_text_of(schema)):
+        raise InvalidRequest(
+            f"{param}: control characters other than \\b \\t \\n \\f \\r cannot be enforced",
+            param=param,
+        )
+    guidance = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
+    return [{"name": "json", "json_schema": {**schema, "x-guidance": guidance}}]
+
+
+def _checked(schema: Any, param: str, depth: int) -> Any:
+    """The schema without what says nothing; refuses what the grammar library would get wrong."""
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(
+            f"{param}: the schema is nested more than {MAX_DEPTH} levels deep", param=param
+        )
+    if not isinstance(schema, dict):
+        return schema  # a boolean; anything else is refused by the library, which names it
+    result = {key: value for key, value in schema.items() if key != "x-guidance"}
+    if result.get("uniqueItems") is False:
+        del result["uniqueItems"]
+    _check_min_properties(result, param)
+    for key in _SCHEMA_MAPS:
+        if isinstance(value := result.get(key), dict):
+            result[key] = {k: _checked(v, param, depth + 1) for k, v in value.items()}
+    for key in (*_SCHEMA_LISTS, *_SCHEMAS):
+        value = result.get(key)
+        if isinstance(value, list):
+            result[key] = [_checked(v, param, depth + 1) for v in value]
+        elif isinstance(value, dict):
+            result[key] = _checked(value, param, depth + 1)
+    return result
+
+
+def _check_min_properties(schema: dict[str, Any], param: str) -> None:
+    """Free keys are not kept apart by a grammar: two equal ones would count as two."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    known = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > known + 1:
+        raise InvalidRequest(
+            f"{param}: minProperties {least} with {known} required properties cannot be enforced;"
+            f" at most one more than the required ones ({known + 1}) can",
+            param=param,
+        )
+
+
+def _text_of(value: Any) -> str:
+    """All strings of a JSON value."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return "".join([*value, *map(_text_of, value.values())])
+    return "".join(map(_text_of, value)) if isinstance(value, list) else ""
+
+
+def any_json_object(param: str) -> Source:
+    """Any JSON object."""
+    return json_schema({"type": "object"}, param)
+
+
+def regex(pattern: Any, param: str) -> Source:
+    """The source of a regular expression that the whole output matches."""
+    if not isinstance(pattern, str) or not pattern:
+        raise InvalidRequest(f"{param} must be a non-empty regular expression", param=param)
+    return [{"name": "regex", "lark_grammar": "start: /" + _slashes_escaped(pattern) + "/"}]
+
+
+def _slashes_escaped(pattern: str) -> str:
+    """Between Lark's slashes, a slash and a line break are written with a backslash."""
+    pattern = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern, flags=re.DOTALL)
+    return pattern.replace("\n", r"\n")
+
+
+def choice(options: Any, param: str) -> Source:
+    """The source of a list of texts, one of which is the output."""
+    if not isinstance(options, list) or not options:
+        raise InvalidRequest(f"{param} must be a non-empty list of strings", param=param)
+    if bad := [o for o in options if not isinstance(o, str) or not o]:
+        raise InvalidRequest(f"{param} holds {bad[0]!r}; only non-empty strings go", param=param)
+    lark = "start: " + " | ".join(json.dumps(o, ensure_ascii=False) for o in options)
+    return [{"name": "choice", "lark_grammar": lark}]
+
+
+def context_free(text: Any, param: str) -> Source:
+    """The source of a grammar in Lark's form, or in GBNF / EBNF with `::=`."""
+    if not isinstance(text, str) or not text.strip():
+        raise InvalidRequest(f"{param} must be a grammar (Lark, or GBNF with ::=)", param=param)
+    if "::=" in text:
+        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+        try:
+            text = any_to_lark(text)
+        except (GbnfToLarkError, ValueError, IndexError, KeyError, RecursionError) as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from None
+    return [{"name": "grammar", "lark_grammar": text}]
+
+
+def tags(
+    choices: Sequence[Tag],
+    special_tokens: Mapping[str, int],
+    *,
+    at_least_one: bool = False,
+    many: bool = True,
+    separator: str = "",
+    wrap: tuple[str, str] = ("", ""),
+) -> Source:
+    """Output that is one or more tags and nothing else.
+
+    Args:
+        at_least_one: without it the empty output goes as well.
+        many: more than one tag may come, with `separator` between them.
+        wrap: text before the first and after the last tag.
+    """
+    build = LarkBuilder(special_tokens)
+    one = "(" + " | ".join(_tag(build, tag, tag.begin) for tag in choices) + ")"
+    more = f" ({build.literal(separator)} {one})*" if many else ""
+    body = f"{one}{more}" if at_least_one else f"({one}{more})?"
+    return build.source(f"{build.literal(wrap[0])} {body} {build.literal(wrap[1])}")
+
+
+def triggered_tags(
+    choices: Sequence[Tag],
+    triggers: Iterable[str],
+    special_tokens: Mapping[str, int],
+    param: str,
+) -> Source:
+    """Free text in which each occurrence of a trigger must open one of the tags.
+
+    Raises: InvalidRequest: a tag that begins with no trigger.
+    """
+    build = LarkBuilder(special_tokens)
+    ordered = sorted(set(triggers), key=len, reverse=True)
+    options = []
+    for number, tag in enumerate(choices):
+        trigger = next((t for t in ordered if t and tag.begin.startswith(t)), None)
+        if trigger is None:
+            raise InvalidRequest(
+                f"{param}: the tag {tag.begin!r} begins with none of the triggers {ordered}",
+                param=param,
+            )
+        head = build.until(trigger, f"open_{number}")
+        options.append(f"{head} {_tag(build, tag, tag.begin[len(trigger) :])}")
+    build.rules.append("tail: ANY")
+    return build.source(f"({' | '.join(options)})* tail")
+
+
+def _tag(build: LarkBuilder, tag: Tag, begin: str) -> str:
+    if tag.content is not None:
+        return f"{build.literal(begin)} {build.embed(tag.content)} {build.literal(tag.end)}"
+    if not tag.end:
+        raise InvalidRequest(f"the tag {tag.begin!r} with free text needs an end")
+    return f"{build.literal(begin)} {build.until(tag.end, f'close_{len(build.rules)}')}"
+
+
+def after_text(end: str, body: Source, special_tokens: Mapping[str, int]) -> Source:
+    """Free text up to the first `end` (a chain of thought), then the body."""
+    build = LarkBuilder(special_tokens)
+    head = build.until(end, "thought")
+    return build.source(rf"{head} /\n{{0,2}}/ {build.embed(body)}")
