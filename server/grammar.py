@@ -56,22 +56,27 @@ def hugging_face_tokenizer(
     return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
 
 
-def bytes_tokenizer(
-    token_bytes: Sequence[bytes], special_ids: Iterable[int], vocab_size: int, eos_id: int
-) -> LLTokenizer:
-    """The grammar library's view of a vocabulary given as bytes, for tokenizers of one's own."""
+class BytesVocabulary:
+    """A vocabulary given as bytes, in the form the grammar library reads (see TokenizerWrapper)."""
 
-    class Vocabulary:
-        eos_token_id = eos_id
-        bos_token_id = None
-        tokens = list(token_bytes)
-        special_token_ids = list(special_ids)
+    bos_token_id = None
 
-        def __call__(self, text: bytes) -> list[int]:
-            by_bytes = {t: i for i, t in enumerate(self.tokens)}
-            return [by_bytes[bytes([b])] for b in text]
+    def __init__(
+        self, token_bytes: Sequence[bytes], special_ids: Iterable[int], eos_id: int
+    ) -> None:
+        self.tokens = list(token_bytes)
+        self.special_token_ids = list(special_ids)
+        self.eos_token_id = eos_id
+        self._ids = {token: number for number, token in enumerate(self.tokens)}
 
-    return LLTokenizer(TokenizerWrapper(Vocabulary()), n_vocab=vocab_size, eos_token=eos_id)
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._ids[bytes([byte])] for byte in text]
+
+
+def bytes_tokenizer(vocabulary: BytesVocabulary, vocab_size: int) -> LLTokenizer:
+    """The grammar library's view of a vocabulary that has every single byte as a token."""
+    eos_id = vocabulary.eos_token_id
+    return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=eos_id)
 
 
 class GrammarMatcher:
@@ -203,13 +208,7 @@ class GrammarCompiler:
 
 def _compile(tokenizer: LLTokenizer, source: Source, words: int) -> LLMatcher:
     """Raises ValueError where the source is wrong or no first token can satisfy it."""
-    try:
-        text = json.dumps({"grammars": source})
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=_LIMITS)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if is_error:
-        raise ValueError(_sentence(messages[0]))
+    text = json.dumps({"grammars": source})
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     bits = np.zeros(words, dtype=np.int32)
     if not matcher.is_error():

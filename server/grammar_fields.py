@@ -6,12 +6,14 @@ Field names follow the OpenAI reference (`response_format`), vLLM (`guided_*`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.errors import InvalidRequest
 from server import grammar_sources as sources
 from server.grammar_sources import LarkBuilder, Source, Tag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 _KINDS: dict[str, Callable[[Any, str], Source]] = {
     "json": sources.json_schema,
@@ -165,7 +167,7 @@ class _FormatTree:
     def source(self, fmt: Any, depth: int = 0) -> Source:
         self.depth = depth
         kind = fmt.get("type") if isinstance(fmt, dict) else None
-        if kind not in self.makers or depth > sources.MAX_DEPTH:
+        if not isinstance(kind, str) or kind not in self.makers or depth > sources.MAX_DEPTH:
             raise InvalidRequest(
                 f"{self.param}: format type {kind!r} at depth {depth}: must be one of"
                 f" {', '.join(self.makers)}, at most {sources.MAX_DEPTH} deep",

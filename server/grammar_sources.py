@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
 
 Source = list[dict[str, Any]]
 
@@ -203,11 +205,11 @@ def context_free(text: Any, param: str) -> Source:
     if not isinstance(text, str) or not text.strip():
         raise InvalidRequest(f"{param} must be a grammar (Lark, or GBNF with ::=)", param=param)
     if "::=" in text:
-        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+        from llguidance.gbnf_to_lark import any_to_lark
 
         try:
             text = any_to_lark(text)
-        except (GbnfToLarkError, ValueError, IndexError, KeyError, RecursionError) as error:
+        except Exception as error:  # the converter raises Exception itself
             raise InvalidRequest(f"{param}: {error}", param=param) from None
     return [{"name": "grammar", "lark_grammar": text}]
 
