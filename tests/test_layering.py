@@ -1,0 +1,167 @@
+"""The import rule and what follows from it, read from the sources.
+
+server -> runtime -> ops, never back. What decides (runtime.scheduling), what simulates and the
+records they share need the standard library only; asyncio lives in server, torch does not; only
+the files that own a device ask what kind it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("server", "runtime", "ops")
+# May build a real runner, so it reaches the layers below; it does so when it is called.
+LAUNCHER = "server/launcher.py"
+STANDARD_LIBRARY_ONLY = (
+    "runtime/scheduling/",
+    "runtime/simulation/",
+    "runtime/config.py",
+    "runtime/errors.py",
+    "runtime/request.py",
+    "runtime/runner.py",
+)
+MAY_ASK_THE_DEVICE = (
+    "runtime/execution/device.py",
+    "runtime/execution/cuda_graph_runner.py",
+    "ops/gpu/",
+)
+TOP_LEVEL = {"server", "runtime", "ops", "tests", "scripts", "README.md", "LICENSE"}
+TOP_LEVEL |= {"pyproject.toml", ".ci", ".gitignore", ".pre-commit-config.yaml"}
+MADE_BY_TOOLS = {"build", "dist", "__pycache__", ".git", ".venv", ".venv.lock"}
+
+
+def sources() -> list[str]:
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(str(path.relative_to(ROOT)) for path in paths)
+
+
+def imports(source: str) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import in a file, those inside functions included."""
+    for node in ast.walk(ast.parse((ROOT / source).read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{source}:{node.lineno}: relative import"
+            yield node.lineno, node.module or ""
+
+
+def offences(files: list[str], forbidden) -> list[str]:
+    """Imports in `files` of modules for which `forbidden(top, module)` is true."""
+    return [
+        f"{source}:{line}: imports {module}"
+        for source in files
+        for line, module in imports(source)
+        if forbidden(module.partition(".")[0], module)
+    ]
+
+
+def files_of(*prefixes: str) -> list[str]:
+    found = [source for source in sources() if source.startswith(prefixes)]
+    assert found, prefixes
+    return found
+
+
+def test_runtime_imports_nothing_of_server():
+    assert offences(files_of("runtime/"), lambda top, _: top == "server") == []
+
+
+def test_ops_imports_nothing_of_the_project_but_ops():
+    assert offences(files_of("ops/"), lambda top, _: top in ("server", "runtime")) == []
+
+
+def test_scheduling_and_simulation_use_the_standard_library_only():
+    def forbidden(top: str, module: str) -> bool:
+        if top == "runtime":
+            layer = module.replace(".", "/")
+            return not any(layer.startswith(p.rstrip("/").removesuffix(".py")) for p in allowed)
+        return top not in sys.stdlib_module_names
+
+    allowed = (*STANDARD_LIBRARY_ONLY, "runtime/step_records.py")
+    assert offences(files_of(*STANDARD_LIBRARY_ONLY), forbidden) == []
+
+
+def test_runtime_knows_no_asyncio():
+    assert offences(files_of("runtime/", "ops/"), lambda top, _: top == "asyncio") == []
+
+
+def test_server_imports_no_torch_and_reaches_execution_only_in_the_launcher():
+    def forbidden(top: str, module: str) -> bool:
+        return top in ("torch", "triton", "ops") or module.startswith("runtime.execution")
+
+    files = [source for source in files_of("server/") if source != LAUNCHER]
+    assert offences(files, forbidden) == []
+
+
+def test_init_files_of_runtime_stay_empty():
+    inits = [source for source in files_of("runtime/") if source.endswith("/__init__.py")]
+    assert [source for source in inits if (ROOT / source).read_text().strip()] == []
+
+
+def device_questions(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse((ROOT / source).read_text())):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if text == "torch.cuda" or node.attr == "is_cuda" or text.endswith("device.type"):
+                yield f"{source}:{node.lineno}: {text}"
+
+
+def test_only_the_owners_of_a_device_ask_what_kind_it_is():
+    files = [source for source in sources() if not source.startswith(MAY_ASK_THE_DEVICE)]
+    assert [question for source in files for question in device_questions(source)] == []
+
+
+def test_top_level_holds_the_fixed_list_only():
+    present = {path.name for path in ROOT.iterdir()}
+    present = {name for name in present if not name.endswith(("_cache", ".egg-info"))}
+    assert present - MADE_BY_TOOLS - {".hypothesis", ".pytest_cache"} <= TOP_LEVEL
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def modules_of(*prefixes: str) -> list[str]:
+    names = [source.removesuffix(".py").replace("/", ".") for source in files_of(*prefixes)]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "absent"),
+    [
+        pytest.param(STANDARD_LIBRARY_ONLY, ("torch", "numpy", "asyncio"), id="scheduling"),
+        pytest.param(("server/",), ("torch", "triton"), id="server"),
+    ],
+)
+def test_fresh_interpreter_stays_free_of(prefixes, absent):
+    names = [name for name in modules_of(*prefixes) if name != "server.__main__"]
+    code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+    code += f"print(*[name for name in {absent!r} if name in sys.modules])"
+    assert run_python(code) == ""
+
+
+@pytest.mark.parametrize("module", modules_of("server/", "runtime/scheduling/"))
+def test_module_can_be_imported_first(module):
+    """An import cycle shows only in the module that is imported first."""
+    run_python(f"import {module}")
+
+
+def test_help_answers_within_a_second_of_processor_time():
+    """Processor time, since the wall clock measures this machine's other work too."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "server", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    assert "--model" in result.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
