@@ -1,0 +1,145 @@
+"""The tokenizer of a GGUF file splits text by the rule that the file names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoTokenizer
+
+from runtime.checkpoints.gguf_tokenizer import build_tokenizer
+from runtime.checkpoints.model_folder import model_folder
+from runtime.errors import ModelError
+from tests.runtime.checkpoints.tiny_models import (
+    MERGES,
+    SPECIAL,
+    TEMPLATE,
+    TOKENS,
+    make_llama,
+    write_gguf,
+)
+
+FILE = Path("model.gguf")
+
+
+def byte_level(rule: str, **more):
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": rule,
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in TOKENS],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in MERGES],
+        "tokenizer.ggml.bos_token_id": TOKENS.index("<|start|>"),
+    }
+    return build_tokenizer({**metadata, **more}, FILE)
+
+
+def pieces(tokenizer, text: str) -> list[str]:
+    return tokenizer.encode(text).tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "expected"),
+    [
+        # Digits stand alone first, so the blanks before them are a run of their own.
+        pytest.param("smollm", "a\n\n12", ["a", "ĊĊ", "1", "2"], id="smollm-newlines"),
+        pytest.param("smollm", "a  1", ["a", "ĠĠ", "1"], id="smollm-blanks"),
+        # GPT-2's rule leaves the last blank to what follows, and keeps digits together.
+        pytest.param("gpt-2", "a\n\n12", ["a", "Ċ", "Ċ", "12"], id="gpt2-newlines"),
+        pytest.param("gpt-2", "a  1", ["a", "Ġ", "Ġ", "1"], id="gpt2-blanks"),
+        # Llama 3 keeps up to three digits together, Qwen 2 none; both keep line ends together.
+        pytest.param("llama-bpe", "a\n\n12", ["a", "ĊĊ", "12"], id="llama3-newlines"),
+        pytest.param("llama-bpe", "9912", ["9", "9", "1", "2"], id="llama3-digits"),
+        pytest.param("qwen2", "a\n\n12", ["a", "ĊĊ", "1", "2"], id="qwen2-newlines"),
+    ],
+)
+def test_text_is_split_by_the_named_rule(rule, text, expected):
+    assert pieces(byte_level(rule), text) == expected
+
+
+@pytest.mark.parametrize("rule", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
+def test_decoding_gives_the_text_back(rule):
+    tokenizer = byte_level(rule)
+    for text in ("hi  there\n\n12", " leading", "héllo 世界 🙂", "\t tab\r\n"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_special_tokens_are_found_in_text_and_skipped_when_decoding():
+    tokenizer = byte_level("smollm")
+    encoding = tokenizer.encode("hi<|end|>hi")
+    assert encoding.tokens == ["hi", "<|end|>", "hi"]
+    assert tokenizer.decode(encoding.ids) == "hihi"
+    assert tokenizer.decode(encoding.ids, skip_special_tokens=False) == "hi<|end|>hi"
+
+
+def test_begin_token_is_added_only_where_the_file_says_so():
+    assert pieces(byte_level("smollm"), "hi") == ["hi"]
+    with_bos = byte_level("smollm", **{"tokenizer.ggml.add_bos_token": True})
+    assert pieces(with_bos, "hi") == ["<|start|>", "hi"]
+
+
+def test_an_unknown_splitting_rule_is_refused():
+    with pytest.raises(ModelError, match=r"rule 'mystery': must be one of smollm, gpt-2"):
+        byte_level("mystery")
+
+
+def sentence_piece(**more):
+    """Scores are ranks, as SentencePiece's BPE gives them: the larger is merged first."""
+    tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    merged = ["▁a", "ab", "▁ab", "▁abc", "bc"]
+    tokens += [*merged, "▁", "a", "b", "c"]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(tokens) - 259)]
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259)
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    return build_tokenizer({**metadata, **more}, FILE)
+
+
+def test_sentencepiece_merges_by_score():
+    # "▁abc": ▁+a (best score) gives ▁a, then ▁a+b, then ▁ab+c; "abc" inside a word: a+b first.
+    assert pieces(sentence_piece(), "abc") == ["<s>", "▁abc"]
+    assert pieces(sentence_piece(), "cabc") == ["<s>", "▁", "c", "ab", "c"]
+
+
+def test_sentencepiece_falls_back_to_bytes_and_decodes_to_the_text():
+    tokenizer = sentence_piece(**{"tokenizer.ggml.add_bos_token": False})
+    assert pieces(tokenizer, "é") == ["▁", "<0xC3>", "<0xA9>"]
+    for text in ("abc ab", "é 世", "a  b"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_sentencepiece_prefix_blank_can_be_off():
+    tokenizer = sentence_piece(**{"tokenizer.ggml.add_space_prefix": False})
+    assert pieces(tokenizer, "bc") == ["<s>", "bc"]
+    assert tokenizer.decode(tokenizer.encode(" bc").ids) == " bc"
+
+
+def test_files_are_written_once_and_read_by_transformers(tmp_path):
+    file = write_gguf(make_llama(), tmp_path / "model.gguf", Kind.F16)
+    messages: list[str] = []
+    folder = model_folder(file, tmp_path / "cache", messages.append)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    assert tokenizer("hi\n\n12").input_ids == [TOKENS.index(t) for t in ("hi", "ĊĊ", "1", "2")]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|start|>", "<|end|>")
+    assert tokenizer.pad_token == "<|end|>"
+    assert tokenizer.model_max_length == 256
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|start|>hi<|end|>"
+    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == TOKENS.index("<|end|>")
+    assert messages == ["reading the tokenizer of model.gguf"]
+    assert model_folder(file, tmp_path / "cache", messages.append) == folder
+    assert len(messages) == 1
+
+
+def test_a_folder_is_its_own_model_folder(tmp_path):
+    assert model_folder(tmp_path, tmp_path / "cache", print) == tmp_path
