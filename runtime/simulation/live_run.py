@@ -68,7 +68,7 @@ class _Reader:
         elif kind == "commit":
             shape = self._shapes.pop(event["step"])
             self._run.step_times.append(StepTime(shape, event["device_s"]))
-        for request_id, tokens, finish in event.get("outputs", event.get("ended", ())):
+        for request_id, tokens, finish in event.get("outputs") or event.get("ended") or ():
             self._output(request_id, tokens, finish)
 
     def finished(self) -> LiveRun:

@@ -1,16 +1,34 @@
-"""Cost parameters of known machines, with their derivation.
+"""Known machines with a model on them: cost parameters with their derivation, and pool sizes.
 
-A preset is a starting point for "what would happen on ...": for a machine at hand, record a trace
-and fit one (`runtime.simulation.cost_fit`).
+A machine here is a starting point for "what would happen on ...": for a machine at hand, record a
+trace and fit its costs (`runtime.simulation.cost_fit`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from runtime.errors import ConfigError
 from runtime.simulation.cost_model import CostModel
+from runtime.simulation.simulator import HostCost
 
 
-def _h200_llama_8b() -> CostModel:
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a simulation needs to know of a machine.
+
+    Args:
+        cost: of a step on the device. host: of a turn of the engine's loop beside it.
+        options: the scheduler options that the launcher would derive there.
+    """
+
+    cost: CostModel
+    host: HostCost
+    options: dict[str, Any]
+
+
+def _h200_llama_8b() -> Machine:
     """Llama-3.1-8B in bfloat16 on one H200, from the device's rates; nothing here is fitted.
 
     Rates: memory copies at 4.3 TB/s, dense bf16 matmul at 790 TFLOP/s (what a large copy and a
@@ -29,7 +47,7 @@ def _h200_llama_8b() -> CostModel:
     context_s = 2 * kv_heads * head_dim * layers * 2 / (0.8 * memory)  # 38 ns
     # Output head, then about eight passes of the sampler over fp32 logits.
     row_s = 2 * head_params / matmul + 8 * 4 * vocab / memory  # 2.3 us
-    return CostModel(
+    cost = CostModel(
         step_s=step_s,
         token_s=token_s,
         knee_tokens=step_s / token_s,  # 227: where arithmetic catches up with the weights' trip
@@ -41,9 +59,18 @@ def _h200_llama_8b() -> CostModel:
         tail_probability=0.002,
         tail_index=2.5,
     )
+    kv_bytes = 2 * kv_heads * head_dim * layers * 2  # 128 KiB a token
+    pool_bytes = 0.88 * 141e9 - 2 * (layer_params + 2 * head_params)
+    options = {
+        "capacity_tokens": int(pool_bytes / kv_bytes) // 16 * 16,
+        "context_length": 131_072,
+        "chunked_prefill_size": 8192,
+    }
+    # Planning and committing at 3 us a row, texts and queues at about as much again.
+    return Machine(cost, HostCost(step_s=100e-6, row_s=6e-6), options)
 
 
-def _cpu_smollm2_135m() -> CostModel:
+def _cpu_smollm2_135m() -> Machine:
     """SmolLM2-135M in bfloat16 on two cores of an EPYC (Zen 4, AVX512-BF16).
 
     From measurements of its linear layers with cold weights (oneDNN, packed once): 14.9 ms for 1
@@ -52,7 +79,7 @@ def _cpu_smollm2_135m() -> CostModel:
     0.42 TFLOP/s). Attention: 4 * 9 * 64 FLOP per pair and layer, 30 layers, at half of the matmul
     rate is 0.33 us; 23,040 bytes of KV a token at 31 GB/s are 0.74 us, and as much again for the
     arithmetic. The sampler's passes over 49,152 logits cost about 50 us a row."""
-    return CostModel(
+    cost = CostModel(
         step_s=15.0e-3,
         token_s=0.50e-3,
         knee_tokens=8.0,
@@ -64,14 +91,20 @@ def _cpu_smollm2_135m() -> CostModel:
         tail_probability=0.01,
         tail_index=2.5,
     )
+    options = {
+        "capacity_tokens": 32_768,
+        "context_length": 8192,
+        "chunked_prefill_size": 128,
+    }
+    return Machine(cost, HostCost(step_s=300e-6, row_s=20e-6), options)
 
 
-_PRESETS = {"h200-llama-8b": _h200_llama_8b, "cpu-smollm2-135m": _cpu_smollm2_135m}
-PRESET_NAMES = tuple(_PRESETS)
+_MACHINES = {"h200-llama-8b": _h200_llama_8b, "cpu-smollm2-135m": _cpu_smollm2_135m}
+MACHINE_NAMES = tuple(_MACHINES)
 
 
-def cost_preset(name: str) -> CostModel:
-    """The parameters of a known machine. Raises: ConfigError: lists the names there are."""
-    if name not in _PRESETS:
-        raise ConfigError(f"cost model {name!r}: must be one of {', '.join(PRESET_NAMES)}")
-    return _PRESETS[name]()
+def machine(name: str) -> Machine:
+    """A known machine. Raises: ConfigError: lists the names there are."""
+    if name not in _MACHINES:
+        raise ConfigError(f"machine {name!r}: must be one of {', '.join(MACHINE_NAMES)}")
+    return _MACHINES[name]()
