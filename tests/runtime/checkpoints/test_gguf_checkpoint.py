@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint, llama3_scaling
+from runtime.checkpoints.gguf_checkpoint import llama3_scaling
 from runtime.errors import ModelError
 from tests.runtime.checkpoints.tiny_models import make_llama, tensors_of, write_folder, write_gguf
 
