@@ -1,0 +1,46 @@
+"""The GPU's op set: Triton kernels, and cuBLAS through torch for the linear layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.gpu import activation, decode_attention, extend_attention, rms_norm, rotary, sampling
+from ops.gpu import store_kv as store
+
+if TYPE_CHECKING:
+    from ops.op_set import CompiledDecoder, DecoderSpec, DecoderWeights
+
+
+class GpuOps:
+    """The operations on CUDA tensors; on CPU tensors as well under TRITON_INTERPRET=1."""
+
+    name = "gpu"
+
+    rms_norm = staticmethod(rms_norm.rms_norm)
+    add_rms_norm = staticmethod(rms_norm.add_rms_norm)
+    rotary = staticmethod(rotary.rotary)
+    store_kv = staticmethod(store.store_kv)
+    extend_attention = staticmethod(extend_attention.extend_attention)
+    decode_attention = staticmethod(decode_attention.decode_attention)
+    silu_and_mul = staticmethod(activation.silu_and_mul)
+    gelu_and_mul = staticmethod(activation.gelu_and_mul)
+    sample = staticmethod(sampling.sample)
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weight as it is: cuBLAS reads [N, K] rows. Raises ValueError on a quantization."""
+        if quantization is not None:
+            raise ValueError(f"quantization {quantization!r}: the GPU op set has none")
+        return weight, bias
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        weight, bias = packed
+        return F.linear(x, weight, bias)
+
+    def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
+        """None: a step runs op by op, and a decode step is replayed as a CUDA graph."""
+        return None
