@@ -1,0 +1,119 @@
+"""A model's reasoning, told apart from its answer while both stream by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFamily:
+    """How a family of models marks its reasoning.
+
+    Args:
+        start, end: the marks around it.
+        always: the answer begins inside the reasoning even where the prompt does not end with
+            `start` (templates that leave the mark to the model, which often forgets it).
+    """
+
+    start: str
+    end: str
+    always: bool = False
+
+
+REASONING_FAMILIES = {
+    "deepseek_r1": ReasoningFamily("<think>", "</think>", always=True),
+    "qwen3": ReasoningFamily("<think>", "</think>"),
+    "think": ReasoningFamily("<think>", "</think>"),
+    "mistral": ReasoningFamily("[THINK]", "[/THINK]"),
+    "kimi": ReasoningFamily("◁think▷", "◁/think▷"),
+    "seed_oss": ReasoningFamily("<seed:think>", "</seed:think>"),
+}
+
+
+def reasoning_family(name: str | None) -> ReasoningFamily | None:
+    """The family of an option's value. Raises: ConfigError: there is no such family."""
+    if name is None or name in REASONING_FAMILIES:
+        return REASONING_FAMILIES[name] if name else None
+    raise ConfigError(f"reasoning_parser {name!r}: must be one of {', '.join(REASONING_FAMILIES)}")
+
+
+class _Where(Enum):
+    BEFORE = "before"  # nothing but blanks so far: a start mark may come
+    REASONING = "reasoning"
+    GAP = "gap"  # between reasoning and answer, where blanks belong to neither
+    ANSWER = "answer"
+
+
+class ReasoningParser:
+    """Splits one answer, fed in pieces of any size.
+
+    Args: prompt: the prompt's text, or its end; a prompt that ends with the start mark has begun
+        the reasoning itself.
+    """
+
+    def __init__(self, family: ReasoningFamily, prompt: str = "") -> None:
+        self.family = family
+        self.starts_inside = family.always or prompt.rstrip().endswith(family.start)
+        self._where = _Where.BEFORE
+        self._pending = ""
+        self._begun = False  # something of the reasoning but blanks has come
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Further reasoning and further answer, as far as they are decided."""
+        self._pending += text
+        return self._advance(final=False)
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back, once the text has ended."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> tuple[str, str]:
+        reasoning = ""
+        if self._where is _Where.BEFORE and not self._begin(final):
+            return "", ""
+        if self._where is _Where.REASONING:
+            reasoning = self._reasoning(final)
+        if self._where is _Where.GAP:
+            self._pending = self._pending.lstrip()
+            if self._pending:
+                self._where = _Where.ANSWER
+        answer = ""
+        if self._where is _Where.ANSWER:
+            answer, self._pending = self._pending, ""
+        return reasoning, answer
+
+    def _begin(self, final: bool) -> bool:
+        """Decides where the text begins; False while that is open."""
+        text, start = self._pending.lstrip(), self.family.start
+        if not final and start.startswith(text) and text != start:
+            return False
+        if text.startswith(start):
+            self._pending = text[len(start) :]
+            self._where = _Where.REASONING
+        else:
+            self._where = _Where.REASONING if self.starts_inside else _Where.ANSWER
+        return True
+
+    def _reasoning(self, final: bool) -> str:
+        text, end = self._pending, self.family.end
+        if not self._begun:
+            text = self._pending = text.lstrip()
+            self._begun = bool(text)
+        at = text.find(end)
+        if at >= 0:
+            self._where = _Where.GAP
+            self._pending = text[at + len(end) :]
+            return text[:at].rstrip()
+        kept = len(text)
+        if not final:
+            for size in range(min(len(end) - 1, len(text)), 0, -1):
+                if end.startswith(text[-size:]):
+                    kept -= size
+                    break
+        # Blanks before the end mark are not part of the reasoning.
+        out = text[:kept].rstrip()
+        self._pending = "" if final else text[len(out) :]
+        return out

@@ -1,0 +1,170 @@
+"""Tool calls in a model's text: events, and what all parsers share.
+
+A parser takes text in pieces of any size and gives events; whole answers are fed at once, so that
+streamed and whole answers cannot differ. Text that turns out to be no call is given as text.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Text outside of any call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins; calls are numbered from 0."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A further piece of a call's arguments, which together are JSON text."""
+
+    index: int
+    text: str
+
+
+Event = TextPiece | CallStart | CallArguments
+
+
+def openai_call_id() -> str:
+    """A call id as OpenAI writes them."""
+    return "call_" + secrets.token_hex(12)
+
+
+def mistral_call_id() -> str:
+    """A call id of nine letters and digits: Mistral's templates take no other."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+class ToolCallParser:
+    """Text with a marker before each call, or run of calls.
+
+    A state is a method that uses up some of `_pending` and says whether the next state has
+    something to do.
+
+    Args:
+        known: names of the tools that were offered.
+        new_id: makes the ids of calls.
+    """
+
+    markers: tuple[str, ...] = ()
+
+    def __init__(self, known: Collection[str], new_id: Callable[[], str] = openai_call_id) -> None:
+        self.known = known
+        self.calls = 0
+        self._new_id = new_id
+        self._pending = ""
+        self._events: list[Event] = []
+        self._marker = ""
+        self._state: Callable[[bool], bool] = self._text
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that this piece of text completes."""
+        self._pending += text
+        while self._pending and self._state(False):
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """What is left when the text has ended."""
+        while self._state(True):
+            pass
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # States
+
+    def _text(self, final: bool) -> bool:
+        text = self._pending
+        found = [(at, -len(m), m) for m in self.markers if (at := text.find(m)) >= 0]
+        if found:
+            at, _, self._marker = min(found)
+            before = text[:at].rstrip()
+            self._emit_text(before)
+            self._marker = text[len(before) : at] + self._marker  # text after all, if no call comes
+            self._pending = text[at:].removeprefix(self._marker.lstrip())
+            self._state = self._after_marker
+            return True
+        # Blanks before a call belong to neither; what may become a marker waits.
+        kept = len(text) - (0 if final else self._partial_marker(text))
+        stripped = text[:kept].rstrip()
+        if final:
+            stripped = stripped if self.calls else text
+        self._emit_text(stripped)
+        self._pending = "" if final else text[len(stripped) :]
+        return False
+
+    def _after_marker(self, final: bool) -> bool:
+        raise AssertionError("each parser has its own")
+
+    # Helpers of states
+
+    def _partial_marker(self, text: str) -> int:
+        """Length of the longest end of text that a marker begins with."""
+        longest = max(map(len, self.markers), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(m.startswith(text[-size:]) for m in self.markers):
+                return size
+        return 0
+
+    def _skip(self, characters: str) -> str:
+        """Drops such characters; the next one, or "" when there is none yet."""
+        self._pending = self._pending.lstrip(characters)
+        return self._pending[:1]
+
+    def _emit_text(self, text: str) -> None:
+        if text:
+            self._events.append(TextPiece(text))
+
+    def _start_call(self, name: str) -> int:
+        index, self.calls = self.calls, self.calls + 1
+        self._events.append(CallStart(index, self._new_id(), name))
+        return index
+
+    def _emit_arguments(self, index: int, text: str) -> None:
+        if text:
+            self._events.append(CallArguments(index, text))
+
+
+class Nesting:
+    """How deep inside brackets, and whether inside a string, a text is.
+
+    Args: quotes: characters that open a string, which the same character closes.
+    """
+
+    def __init__(self, quotes: str = '"') -> None:
+        self.depth = 0
+        self.quote = ""
+        self._quotes = quotes
+        self._escaped = False
+
+    def step(self, c: str) -> None:
+        if self.quote:
+            if c == self.quote and not self._escaped:
+                self.quote = ""
+            self._escaped = c == "\\" and not self._escaped
+        elif c in self._quotes:
+            self.quote = c
+        elif c in "{[(":
+            self.depth += 1
+        elif c in "}])":
+            self.depth -= 1
