@@ -1,0 +1,166 @@
+"""From options to a runner: opens the checkpoint and the device, loads, sizes the KV pool."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.checkpoints.cache_folder import resolve_cache_dir
+from runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from runtime.checkpoints.embedded import ensure_embedded_model
+from runtime.errors import ConfigError
+from runtime.execution.device import DTYPES, Device, open_device
+from runtime.execution.kv_pool import bytes_per_token
+from runtime.execution.model_runner import ModelRunner, RunnerSizes
+from runtime.execution.weights import WeightLoader
+from runtime.models.decoder import Decoder
+from runtime.models.registry import read_family
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ops.op_set import DecoderSpec
+    from runtime.config import RunnerConfig
+    from runtime.models.family import Family
+
+CPU_TOTAL_TOKENS = 32768
+# Left of a GPU's budget for activations, logits and workspaces.
+_ACTIVATION_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the server needs to know of the model beside its runner.
+
+    Args:
+        path: the folder or file that was loaded.
+        context_length: tokens of a sequence, prompt and output together.
+        eos_token_ids: ids that end a generation.
+        generation_config: the model's own sampling defaults, empty where it has none.
+    """
+
+    path: Path
+    model_type: str
+    context_length: int
+    eos_token_ids: frozenset[int]
+    generation_config: dict[str, Any]
+
+
+def build_runner(
+    config: RunnerConfig,
+    *,
+    page_size: int,
+    max_running_requests: int,
+    tokenizer_size: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[ModelRunner, ModelInfo]:
+    """A runner with its weights loaded, ready for the first step.
+
+    Args:
+        tokenizer_size: ids from here on are never sampled; None: every row of the output layer.
+        progress: told what is going on, at least every two seconds.
+    Raises:
+        ModelError: the model cannot be loaded. ConfigError: the options do not fit it or the
+            device.
+    """
+    path = _model_path(config, progress)
+    checkpoint = open_checkpoint(path)
+    family = read_family(checkpoint.config)
+    context_length = _context_length(config, family)
+    device = open_device(config, _checkpoint_dtype(checkpoint))
+    progress(f"loading {path.name} on {device.description}")
+    loader = WeightLoader(
+        family,
+        checkpoint,
+        device.ops,
+        device=device.torch_device,
+        dtype=device.dtype,
+        context_length=context_length,
+        quantization=config.quantization,
+        progress=progress,
+    )
+    spec, weights = loader.load(tokenizer_size or family.spec.vocab_size)
+    decoder = Decoder(spec, weights, device.ops)
+    info = ModelInfo(
+        path=path,
+        model_type=str(checkpoint.config["model_type"]),
+        context_length=context_length,
+        eos_token_ids=_eos_token_ids(checkpoint),
+        generation_config=checkpoint.generation_config,
+    )
+    sizes = RunnerSizes(
+        page_size=page_size,
+        total_tokens=_total_tokens(config, device, spec, page_size),
+        rows=max_running_requests,
+        context_length=context_length,
+    )
+    runner = ModelRunner(device, decoder, sizes, eos_token_ids=info.eos_token_ids)
+    return runner, info
+
+
+def _model_path(config: RunnerConfig, progress: Callable[[str], None]) -> Path:
+    if config.model is not None:
+        return Path(config.model).expanduser()
+    return ensure_embedded_model(resolve_cache_dir(config.cache_dir, os.environ), progress)
+
+
+def _context_length(config: RunnerConfig, family: Family) -> int:
+    model = family.context_length
+    asked = config.context_length
+    if asked is None:
+        return model
+    if not 1 <= asked <= model:
+        raise ConfigError(f"context_length {asked}: must be from 1 to the model's own, {model}")
+    return asked
+
+
+def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The type that the config names, else that of the first tensor."""
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if named in DTYPES:
+        return DTYPES[named]
+    first = next(iter(checkpoint.tensors.values()), None)
+    return DTYPES.get(first.dtype if first else "float32", torch.float32)
+
+
+def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """The generation config's, else the config's: an id, a list of ids, or nothing."""
+    given = checkpoint.generation_config.get("eos_token_id")
+    if given is None:
+        given = checkpoint.config.get("eos_token_id")
+    if given is None:
+        return frozenset()
+    return frozenset([given] if isinstance(given, int) else given)
+
+
+def _total_tokens(config: RunnerConfig, device: Device, spec: DecoderSpec, page_size: int) -> int:
+    """Whole pages of KV. Raises: ConfigError: the device has no room for a useful pool."""
+    total = config.max_total_tokens
+    if total is None:
+        total = CPU_TOTAL_TOKENS
+        if device.memory_budget_bytes is not None:
+            total = _tokens_that_fit(config, device, spec)
+    pages = total // page_size
+    if pages < 3:
+        raise ConfigError(
+            f"max_total_tokens {total}: must be at least three pages of {page_size} tokens"
+        )
+    return pages * page_size
+
+
+def _tokens_that_fit(config: RunnerConfig, device: Device, spec: DecoderSpec) -> int:
+    assert device.memory_budget_bytes is not None
+    used = device.used_bytes()
+    left = device.memory_budget_bytes - used - _ACTIVATION_BYTES
+    per_token = bytes_per_token(spec, device.dtype)
+    if left < per_token * 1024:
+        raise ConfigError(
+            f"mem_fraction_static {config.mem_fraction_static}: {device.memory_budget_bytes:,}"
+            f" bytes for weights and KV, of which weights take {used:,} and activations"
+            f" {_ACTIVATION_BYTES:,}; {max(left, 0):,} are left for KV at {per_token:,} a token"
+        )
+    return left // per_token

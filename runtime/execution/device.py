@@ -1,0 +1,177 @@
+"""Opens a device. The one place that tells devices apart; other code asks for a capability."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+import ops
+from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ops.op_set import OpSet
+    from runtime.config import RunnerConfig
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+class Fence(Protocol):
+    """A mark in the device's queue of work."""
+
+    def record(self) -> None:
+        """Sets the mark behind all work queued so far by this thread."""
+
+    def synchronize(self) -> None:
+        """Blocks until the device has reached the mark, without holding the GIL."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Device time between two marks that have been reached, of the same device."""
+
+
+class _ImmediateFence:
+    """Where work is done when the call returns, every mark has been reached."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        return
+
+    def seconds_since(self, earlier: _ImmediateFence) -> float:
+        return self._at - earlier._at
+
+
+class _CudaFence:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+
+    def record(self) -> None:
+        self._event.record()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: _CudaFence) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where steps run, and what can be done there.
+
+    Args:
+        dtype: of weights, activations and KV.
+        queued: kernels are queued: a call returns before the device has done the work.
+        pinned: host memory can be page-locked, so that copies run beside the host.
+        graphs: decode steps can be captured and replayed.
+        memory_budget_bytes: for weights and KV together; None: not limited by the device.
+    """
+
+    torch_device: torch.device
+    dtype: torch.dtype
+    ops: OpSet
+    queued: bool
+    pinned: bool
+    graphs: bool
+    memory_budget_bytes: int | None
+    description: str
+
+    def fence(self) -> Fence:
+        return _CudaFence() if self.queued else _ImmediateFence()
+
+    def stream(self) -> torch.cuda.Stream | None:
+        """A queue of its own for a runner's steps; None where work is not queued."""
+        return torch.cuda.Stream(self.torch_device) if self.queued else None
+
+    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """The context in which work goes to `stream`."""
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The tensor's values in host memory, there once a fence recorded after it is reached."""
+        if not self.queued:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+        return host.copy_(tensor, non_blocking=True)
+
+    def used_bytes(self) -> int:
+        """Device memory that this process has taken so far."""
+        return torch.cuda.memory_reserved(self.torch_device) if self.queued else 0
+
+
+def open_device(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
+    """The device that the options ask for, set up.
+
+    Args:
+        checkpoint_dtype: what `--dtype auto` starts from.
+    Raises:
+        ConfigError: the device is not there, or does not have what the options ask for.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        return _open_cuda(config, checkpoint_dtype)
+    return _open_cpu(config, checkpoint_dtype)
+
+
+def _open_cpu(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
+    if config.cpu_threads > 0:
+        torch.set_num_threads(config.cpu_threads)
+    op_set = ops.load("cpu")
+    return Device(
+        torch_device=torch.device("cpu"),
+        dtype=_dtype(config.dtype, checkpoint_dtype, bfloat16=_cpu_has_bfloat16()),
+        ops=op_set,
+        queued=False,
+        pinned=False,
+        graphs=False,
+        memory_budget_bytes=None,
+        description=f"cpu, {torch.get_num_threads()} threads",
+    )
+
+
+def _open_cuda(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
+    if not torch.cuda.is_available():
+        raise ConfigError("device 'cuda': torch finds no CUDA device; 'cpu' runs without one")
+    device = torch.device("cuda", torch.cuda.current_device())
+    bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return Device(
+        torch_device=device,
+        dtype=_dtype(config.dtype, checkpoint_dtype, bfloat16=bfloat16),
+        ops=ops.load("gpu"),
+        queued=True,
+        pinned=True,
+        graphs=not config.disable_cuda_graph,
+        memory_budget_bytes=int(total * config.mem_fraction_static),
+        description=torch.cuda.get_device_name(device),
+    )
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether bfloat16 products are faster than float32 ones, not only possible."""
+    flags = (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported)
+    return any(flag() for flag in flags)
+
+
+def _dtype(option: str, checkpoint: torch.dtype, *, bfloat16: bool) -> torch.dtype:
+    """float16 is never chosen by itself: activations beyond its 65504 turn into NaN."""
+    if option != "auto":
+        return DTYPES[option]
+    if checkpoint in (torch.bfloat16, torch.float16) and bfloat16:
+        return torch.bfloat16
+    return torch.float32

@@ -1,0 +1,36 @@
+"""The KV memory of the process: indexed by slot, never asked for space (the scheduler decides)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ops.op_set import DecoderSpec
+
+
+class TokenToKVPool:
+    """K and V of every slot, one pair of tensors [S, HK, D] per layer.
+
+    The first page is reserved: padding reads and writes it, no request owns it.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, slots: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (slots, spec.num_kv_heads, spec.head_dim)
+        # Zeros, not empty: what padding reads is finite. On a CPU the pages of the memory are
+        # taken when first written, so a large pool costs nothing until it is used.
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        for _ in range(spec.num_layers):
+            self.k.append(torch.zeros(shape, device=device, dtype=dtype))
+            self.v.append(torch.zeros(shape, device=device, dtype=dtype))
+
+
+def bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """KV memory of one token over all layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize

@@ -1,0 +1,265 @@
+"""Runs a scheduler's steps on a device: owns weights, KV pool, request table and sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from runtime.execution.forward_batch import (
+    ForwardBatch,
+    decode_forward_batch,
+    make_forward_batch,
+    prompt_token_indices,
+)
+from runtime.execution.kv_pool import TokenToKVPool
+from runtime.execution.launchers import LaunchedStep, Launcher, StreamLauncher, ThreadLauncher
+from runtime.execution.logprobs import LogprobTensors, concatenate, logprobs_of, records
+from runtime.execution.req_to_token import ReqToTokenPool
+from runtime.execution.sampler import Sampled, Sampler
+from runtime.execution.staging import Staging
+from runtime.runner import RunnerInfo, StepOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from runtime.execution.device import Device
+    from runtime.models.decoder import Decoder
+    from runtime.runner import SampleMasks
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+
+# Tokens whose logits are made at once for prompt log-probabilities: bounds [n, V] float32.
+_PROMPT_SLICE = 256
+_NOTHING_LEFT = (
+    "no token could be sampled: the model's logits hold a NaN, or bias, bans and grammar together"
+    " leave no token"
+)
+
+
+class DecodeGraphs(Protocol):
+    """Captured decode steps."""
+
+    def replay(self, forward: ForwardBatch) -> Tensor | None:
+        """Logits [B, V] float32 of a decode step (valid until the next replay), K and V stored;
+        None where no captured size holds the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSizes:
+    """How large the runner's tables are.
+
+    Args:
+        total_tokens: KV tokens of the pool, whole pages, the reserved page included.
+        rows: requests that may hold KV at once.
+    """
+
+    page_size: int
+    total_tokens: int
+    rows: int
+    context_length: int
+
+
+class ModelRunner:
+    """A `runtime.runner.Runner` that computes.
+
+    `next_tokens` [rows + 1] int64 holds the newest token of each request row: the sampler writes
+    it, the next step's decode rows read it, and the host waits for neither.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        decoder: Decoder,
+        sizes: RunnerSizes,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self.device = device
+        self.decoder = decoder
+        self.sizes = sizes
+        self.graphs = graphs
+        where = device.torch_device
+        self.pool = TokenToKVPool(
+            decoder.spec, sizes.total_tokens, device=where, dtype=device.dtype
+        )
+        self.table = ReqToTokenPool(sizes.rows, sizes.context_length, sizes.page_size, where)
+        self.next_tokens = torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where)
+        self.sampler = Sampler(device, sizes.rows + 1, decoder.spec.vocab_size, eos_token_ids)
+        self.staging = Staging(device)
+        self.info = RunnerInfo(
+            max_total_tokens=sizes.total_tokens,
+            vocab_size=decoder.spec.vocab_size,
+            details={
+                "device": device.description,
+                "dtype": str(device.dtype).removeprefix("torch."),
+                "ops": device.ops.name,
+                "decoder": "op by op" if decoder.compiled is None else "compiled",
+            },
+        )
+        self._launcher: Launcher = StreamLauncher(device) if device.queued else ThreadLauncher()
+
+    def launch(self, batch: ScheduleBatch) -> LaunchedStep:
+        """Starts a step and returns at once."""
+        return self._launcher.launch(ModelStep(self, batch))
+
+    def close(self) -> None:
+        """Waits for launched steps. Idempotent."""
+        self._launcher.close()
+
+    def decode_logits(self, rows: Tensor, kv_lens: Tensor, max_kv_len: int) -> Tensor:
+        """Logits [B, V] of a decode step given by device tensors alone: what a graph captures.
+
+        Args: see `decode_forward_batch`.
+        """
+        forward = decode_forward_batch(rows, kv_lens, self.table, self.next_tokens, max_kv_len)
+        return self.run_decoder(forward)
+
+    def run_decoder(self, forward: ForwardBatch) -> Tensor:
+        """Logits [N, V] float32 of `forward.logit_tokens`; stores K and V of all tokens."""
+        return self.decoder(
+            forward.input_ids,
+            forward.positions,
+            forward.slots,
+            forward.attention,
+            self.pool.k,
+            self.pool.v,
+            forward.logit_tokens,
+        )
+
+    def take_tokens(self, forward: ForwardBatch, token_ids: Tensor) -> None:
+        """Notes the sampled tokens [S] as the newest of their rows; a failed row (-1) gets 0, a
+        token like any other, since its next step may be launched before its end is known."""
+        self.next_tokens.index_copy_(0, forward.sampled_rows, token_ids.clamp(min=0))
+
+
+class ModelStep:
+    """One step of a `ModelRunner`, in three parts: forward, sample, output.
+
+    It keeps every tensor of the step alive until `output` is done.
+    """
+
+    def __init__(self, runner: ModelRunner, batch: ScheduleBatch) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._forward: ForwardBatch
+        self._logits: Tensor
+        self._prompt_counts: list[tuple[int, int]] = []
+        self._prompt: LogprobTensors | None = None
+        self._sampled: Sampled
+        self._fences = [runner.device.fence() for _ in range(4)]
+
+    def forward(self) -> None:
+        """Runs or queues the model, up to the logits."""
+        runner, batch = self._runner, self._batch
+        prompt_tokens, self._prompt_counts = prompt_token_indices(batch)
+        self._fences[0].record()
+        self._forward = make_forward_batch(
+            batch, prompt_tokens, runner.staging, runner.table, runner.next_tokens
+        )
+        runner.sampler.take_over(batch)
+        if len(prompt_tokens):
+            self._logits = self._with_prompt_logprobs(len(prompt_tokens))
+        else:
+            self._logits = self._plain_logits()
+        self._fences[1].record()
+
+    def _plain_logits(self) -> Tensor:
+        runner = self._runner
+        if runner.graphs is not None and not self._batch.num_prefill:
+            logits = runner.graphs.replay(self._forward)
+            if logits is not None:
+                return logits
+        return runner.run_decoder(self._forward)
+
+    def _with_prompt_logprobs(self, count: int) -> Tensor:
+        """The sampled rows' logits; the `count` others become log-probabilities, in slices."""
+        runner, forward = self._runner, self._forward
+        sampled = len(self._batch.sampled)
+        if runner.decoder.compiled is not None:
+            rows = runner.run_decoder(forward)
+            slices = rows[sampled:].split(_PROMPT_SLICE)
+            logits = rows[:sampled]
+        else:
+            hidden = runner.decoder.hidden(
+                forward.input_ids,
+                forward.positions,
+                forward.slots,
+                forward.attention,
+                runner.pool.k,
+                runner.pool.v,
+                forward.logit_tokens,
+            )
+            slices = hidden[sampled:].split(_PROMPT_SLICE)
+            logits = runner.decoder.logits(hidden[:sampled])
+        following = self._following_tokens().split(_PROMPT_SLICE)
+        top = max(self._wanted(row) for row, _ in self._prompt_counts)
+        parts = []
+        for part, token_ids in zip(slices, following, strict=True):
+            if runner.decoder.compiled is None:
+                part = runner.decoder.logits(part)
+            parts.append(logprobs_of(part, token_ids, top))
+        self._prompt = concatenate(parts)
+        return logits
+
+    def _wanted(self, row: int) -> int:
+        return self._batch.requests[row].sampling.prompt_logprobs or 0
+
+    def _following_tokens(self) -> Tensor:
+        """The prompt token after each token of `prompt_token_indices`, [n] int64."""
+        ids: list[int] = []
+        for row, count in self._prompt_counts:
+            start = self._batch.starts[row] + 1
+            ids.extend(self._batch.requests[row].input_ids[start : start + count])
+        return torch.tensor(ids, dtype=torch.int64).to(self._runner.device.torch_device)
+
+    def sample(self, masks: SampleMasks | None) -> None:
+        """Picks the tokens, notes them in `next_tokens` and starts their way to the host."""
+        runner = self._runner
+        self._fences[2].record()
+        if len(self._batch.sampled):
+            self._sampled = runner.sampler.sample(self._batch, self._forward, self._logits, masks)
+            runner.take_tokens(self._forward, self._sampled.token_ids)
+            self._sampled.to_host(runner.device)
+        if self._prompt is not None:
+            self._prompt = self._prompt.to_host(runner.device)
+        self._fences[3].record()
+
+    def output(self) -> StepOutput:
+        """Blocks until the step is done."""
+        self._fences[3].synchronize()
+        forward_start, forward_end, sample_start, sample_end = self._fences
+        output = StepOutput(
+            token_ids=[],
+            device_s=forward_end.seconds_since(forward_start)
+            + sample_end.seconds_since(sample_start),
+        )
+        if len(self._batch.sampled):
+            output.token_ids = self._sampled.token_ids.tolist()
+            output.failed = {i: _NOTHING_LEFT for i, t in enumerate(output.token_ids) if t < 0}
+            self._add_logprobs(output)
+        self._add_prompt_logprobs(output)
+        return output
+
+    def _add_logprobs(self, output: StepOutput) -> None:
+        sampled = self._sampled
+        if sampled.logprobs is None:
+            return
+        places = sampled.logprob_rows.tolist()
+        requests = [self._batch.requests[self._batch.sampled[i]] for i in places]
+        counts = [request.sampling.logprobs or 0 for request in requests]
+        output.logprobs = [None] * len(output.token_ids)
+        for i, record in zip(places, records(sampled.logprobs, counts), strict=True):
+            output.logprobs[i] = record
+
+    def _add_prompt_logprobs(self, output: StepOutput) -> None:
+        if self._prompt is None:
+            output.prompt_logprobs = {row: [] for row, _ in self._prompt_counts}
+            return
+        wanted = [self._wanted(row) for row, count in self._prompt_counts for _ in range(count)]
+        made = records(self._prompt, wanted)
+        first = 0
+        for row, count in self._prompt_counts:
+            output.prompt_logprobs[row] = made[first : first + count]
+            first += count

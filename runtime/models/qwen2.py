@@ -1,0 +1,27 @@
+"""Qwen 2 and 2.5: Llama with biases on q, k and v, and windows in the upper layers if asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.models.family import Family, decoder_spec, head_dim, required_int, windows_by_type
+from runtime.models.rope import parse_rope
+
+
+def qwen_windows(config: dict[str, Any]) -> tuple[int, ...]:
+    """The windows of Qwen 2 and 3: off unless `use_sliding_window`."""
+    if not config.get("use_sliding_window", False):
+        return (0,) * required_int(config, "num_hidden_layers")
+    first = config.get("max_window_layers", 28)
+    return windows_by_type(config, lambda i: i >= first)
+
+
+def read(config: dict[str, Any]) -> Family:
+    rope = parse_rope(config, head_dim(config))
+    spec = decoder_spec(config, rotary_dim=rope.dim, windows=qwen_windows(config))
+    return Family(
+        spec=spec,
+        ropes=(rope,) * spec.num_layers,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=True,
+    )

@@ -1,0 +1,33 @@
+"""Qwen 3 (dense): Llama with a norm on each head of q and k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.models.family import Family, LayerNames, decoder_spec
+from runtime.models.qwen2 import qwen_windows
+from runtime.models.rope import parse_rope
+
+NAMES = LayerNames(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+
+
+def read(config: dict[str, Any]) -> Family:
+    dim = config.get("head_dim") or 128
+    rope = parse_rope(config, dim)
+    spec = decoder_spec(
+        config,
+        rotary_dim=rope.dim,
+        head_dim=dim,
+        scale=dim**-0.5,
+        windows=qwen_windows(config),
+        qk_norm=True,
+    )
+    attention_bias = bool(config.get("attention_bias", False))
+    return Family(
+        spec=spec,
+        ropes=(rope,) * spec.num_layers,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        names=NAMES,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+    )

@@ -1,0 +1,199 @@
+"""Rotary position embeddings: what a config says about them, and the table of cosines and sines.
+
+All published forms are read: `rope_parameters` (transformers 5, flat or by layer type), the older
+`rope_theta` with `rope_scaling`, and "type" as well as "rope_type". The formulas are those of
+
+- linear: Chen et al. 2023, arXiv:2306.15595; dynamic: NTK-aware scaling as published by bloc97 and
+  emozilla; yarn: Peng et al. 2023, arXiv:2309.00071; longrope: Ding et al. 2024, arXiv:2402.13753;
+  llama3: the Llama 3.1 release.
+
+Two of them depend on the length of the sequence, which a table shared by all requests (and by
+cached prefixes) cannot know:
+
+- dynamic: row p of the table is that of a sequence of p + 1 tokens, so lengths up to the original
+  context get the unscaled frequencies and longer ones those of token-by-token generation.
+- longrope: the long factors are used for all positions when the served context is longer than the
+  original one, else the short ones; `--context-length` chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.errors import ModelError
+
+TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """One kind of rotary embedding of a model.
+
+    Args:
+        dim: leading dimensions of a head that turn.
+        original_context: tokens of a sequence in pre-training, before any scaling.
+        context: tokens of a sequence that the model is meant for, scaling included.
+        parameters: the config's other numbers (factor, beta_fast, long_factor, ...).
+    """
+
+    type: str
+    theta: float
+    dim: int
+    original_context: int
+    context: int
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    def table(self, positions: int) -> Tensor:
+        """[positions, dim] float32: cosines in the first half of a row, sines in the second."""
+        at = torch.arange(positions, dtype=torch.float32)[:, None]
+        angles = at * self._inverse_frequencies(positions)
+        factor = self._attention_factor()
+        return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        value = self.parameters.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelError(
+                f"config.json: rope type {self.type!r} needs a number {key!r}: {value}"
+            )
+        return float(value)
+
+    def _inverse_frequencies(self, positions: int) -> Tensor:
+        """[1 or positions, dim / 2] float32."""
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32)[None] / self.dim
+        plain = 1.0 / self.theta**exponents
+        if self.type == "linear":
+            return plain / self._number("factor")
+        if self.type == "dynamic":
+            return self._dynamic(positions, exponents)
+        if self.type == "yarn":
+            return self._yarn(plain)
+        if self.type == "llama3":
+            return self._llama3(plain)
+        if self.type == "longrope":
+            long = positions > self.original_context
+            return plain / self._factors("long_factor" if long else "short_factor")
+        return plain
+
+    def _dynamic(self, positions: int, exponents: Tensor) -> Tensor:
+        factor = self._number("factor")
+        lengths = torch.arange(1, positions + 1, dtype=torch.float64).clamp(
+            min=self.original_context
+        )
+        growth = factor * lengths / self.original_context - (factor - 1)
+        theta = self.theta * growth ** (self.dim / (self.dim - 2))
+        return (1.0 / theta[:, None] ** exponents.double()).float()
+
+    def _yarn(self, plain: Tensor) -> Tensor:
+        def correction(rotations: float) -> float:
+            turns = self.original_context / (rotations * 2 * math.pi)
+            return self.dim * math.log(turns) / (2 * math.log(self.theta))
+
+        low = correction(self._number("beta_fast", 32.0))
+        high = correction(self._number("beta_slow", 1.0))
+        if self.parameters.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = torch.arange(self.dim // 2, dtype=torch.float32)[None]
+        interpolated = ((ramp - low) / (high - low)).clamp(0, 1)
+        return plain / self._yarn_factor() * interpolated + plain * (1 - interpolated)
+
+    def _yarn_factor(self) -> float:
+        return self._number("factor", self.context / self.original_context)
+
+    def _llama3(self, plain: Tensor) -> Tensor:
+        factor = self._number("factor")
+        low, high = self._number("low_freq_factor"), self._number("high_freq_factor")
+        turns = self.original_context * plain / (2 * math.pi)  # within the original context
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - smooth) * plain / factor + smooth * plain
+
+    def _factors(self, key: str) -> Tensor:
+        factors = self.parameters.get(key)
+        if not isinstance(factors, list) or len(factors) != self.dim // 2:
+            given = len(factors) if isinstance(factors, list) else factors
+            raise ModelError(f"config.json: {key} must list {self.dim // 2} numbers, given {given}")
+        return torch.tensor(factors, dtype=torch.float32)[None]
+
+    def _attention_factor(self) -> float:
+        """Factor on cosines and sines, so on the queries and keys."""
+        if self.type not in ("yarn", "longrope"):
+            return 1.0
+        if self.parameters.get("attention_factor") is not None:
+            return self._number("attention_factor")
+        if self.type == "longrope":
+            factor = self._number("factor", self.context / self.original_context)
+            if factor <= 1:
+                return 1.0
+            return math.sqrt(1 + math.log(factor) / math.log(self.original_context))
+        mscale, all_dim = self.parameters.get("mscale"), self.parameters.get("mscale_all_dim")
+        factor = self._yarn_factor()
+        if mscale and all_dim:
+            return _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
+        return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def parse_rope(
+    config: dict[str, Any],
+    head_dim: int,
+    *,
+    layer_type: str | None = None,
+    default_theta: float = 10_000.0,
+    partial_rotary_factor: float = 1.0,
+    renamed: dict[str, str] | None = None,
+) -> RopeSpec:
+    """The rotary embedding of a model, or of its layers of one type.
+
+    Args:
+        layer_type: which entry to take where `rope_parameters` has one per type.
+        renamed: types that this family calls differently ("su" is longrope everywhere).
+    Raises:
+        ModelError: the type is unknown, or one of its numbers is missing or no number.
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if layer_type is not None and isinstance(given.get(layer_type), dict):
+        given = given[layer_type]
+    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = {"su": "longrope", **(renamed or {})}.get(kind, kind)
+    if kind not in TYPES:
+        raise ModelError(
+            f"config.json: rope type {kind!r} is not supported; it must be one of"
+            f" {', '.join(TYPES)}"
+        )
+    theta = given.get("rope_theta") or config.get("rope_theta") or default_theta
+    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    context = _positive(config, "max_position_embeddings")
+    original = context
+    if kind in ("yarn", "llama3", "longrope"):
+        original = int(
+            config.get("original_max_position_embeddings")
+            or given.get("original_max_position_embeddings")
+            or context
+        )
+    # yarn, linear and dynamic multiply the original context; llama3 and longrope models state the
+    # context that they reach.
+    factor = given.get("factor")
+    if kind in ("yarn", "linear", "dynamic") and factor is not None:
+        context = round(original * float(factor))
+    dim = int(head_dim * (partial or partial_rotary_factor))
+    return RopeSpec(kind, float(theta), dim, original, context, dict(given))
+
+
+def _positive(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {key} must be a positive integer: {value!r}")
+    return value
