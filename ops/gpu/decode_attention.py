@@ -184,7 +184,7 @@ def decode_tile(head_dim: int, itemsize: int, *, large_shared: bool) -> Tile:
     if itemsize == 4:
         return Tile(0, 32, 4, 1)
     if head_dim > 128:
-        return Tile(0, 64, 4, 2 if large_shared else 1)
+        return Tile(0, 64, 8, 2 if large_shared else 1)
     return Tile(0, 64, 4, 3 if large_shared else 2)
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.gpu.library import LOG2_E, Tile, has_large_shared_memory, register
+from ops.gpu.library import Tile, has_large_shared_memory, register
 
 if TYPE_CHECKING:
     from ops.op_set import AttentionBatch, AttentionSpec
@@ -199,7 +199,7 @@ def extend_tile(head_dim: int, itemsize: int, *, short: bool, large_shared: bool
     if short:
         return Tile(64, 32 if wide else 64, 4, 2)
     if wide:
-        return Tile(128, 64, 8, 2) if large_shared else Tile(64, 32, 4, 1)
+        return Tile(128, 32, 8, 3) if large_shared else Tile(64, 32, 4, 1)
     return Tile(128, 64, 8, 3 if large_shared else 2)
 
 

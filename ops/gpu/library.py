@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAMESPACE = "loomserve"
-LOG2_E = 1.4426950408889634
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")

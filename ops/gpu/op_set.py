@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.gpu import activation, decode_attention, extend_attention, rms_norm, rotary, sampling
-from ops.gpu import store_kv as store
+from ops.gpu.activation import gelu_and_mul, silu_and_mul
+from ops.gpu.decode_attention import decode_attention
+from ops.gpu.extend_attention import extend_attention
+from ops.gpu.rms_norm import add_rms_norm, rms_norm
+from ops.gpu.rotary import rotary
+from ops.gpu.sampling import sample
+from ops.gpu.store_kv import store_kv
 
 if TYPE_CHECKING:
     from ops.op_set import CompiledDecoder, DecoderSpec, DecoderWeights
@@ -19,15 +24,15 @@ class GpuOps:
 
     name = "gpu"
 
-    rms_norm = staticmethod(rms_norm.rms_norm)
-    add_rms_norm = staticmethod(rms_norm.add_rms_norm)
-    rotary = staticmethod(rotary.rotary)
-    store_kv = staticmethod(store.store_kv)
-    extend_attention = staticmethod(extend_attention.extend_attention)
-    decode_attention = staticmethod(decode_attention.decode_attention)
-    silu_and_mul = staticmethod(activation.silu_and_mul)
-    gelu_and_mul = staticmethod(activation.gelu_and_mul)
-    sample = staticmethod(sampling.sample)
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    rotary = staticmethod(rotary)
+    store_kv = staticmethod(store_kv)
+    extend_attention = staticmethod(extend_attention)
+    decode_attention = staticmethod(decode_attention)
+    silu_and_mul = staticmethod(silu_and_mul)
+    gelu_and_mul = staticmethod(gelu_and_mul)
+    sample = staticmethod(sample)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ops.gpu.library import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit

@@ -27,8 +27,12 @@ from ops.gpu.library import register
 if TYPE_CHECKING:
     from ops.op_set import SamplingTensors
 
-_BLOCK = 4096  # tokens of a tile
+_MAX_BLOCK = 4096  # tokens of a tile
 _WARPS = 16
+
+
+def _block(vocab_size: int) -> int:
+    return min(_MAX_BLOCK, max(64, triton.next_power_of_2(vocab_size)))
 
 
 @triton.jit
@@ -215,6 +219,22 @@ def _best_of(best, best_token):
 
 
 @triton.jit
+def _kept_of_tile(
+    row_logits, vocab_size, temperature, key, ties, seen_ties, start, BLOCK: tl.constexpr
+):
+    """Whether the tile holds a token at or above the key, the id before which its ties are kept,
+    and the number of ties up to the tile's end."""
+    token = start + tl.arange(0, BLOCK)
+    keys = _sort_key(_scaled(row_logits, token, token < vocab_size, temperature, BLOCK))
+    equal = ((keys == key) & (token < vocab_size)).to(tl.int32)
+    end_ties = seen_ties + tl.sum(equal, 0)
+    tie_end = vocab_size
+    if end_ties > ties:
+        tie_end = start + tl.sum((seen_ties + tl.cumsum(equal, 0) <= ties).to(tl.int32), 0)
+    return tl.max((keys >= key).to(tl.int32), 0) > 0, tie_end, end_ties
+
+
+@triton.jit
 def _draw(
     row_logits, vocab_size, temperature, top, min_p, key, ties, seed, position, fallback,
     FILTER: tl.constexpr, BLOCK: tl.constexpr,
@@ -223,45 +243,29 @@ def _draw(
     GROUPS: tl.constexpr = BLOCK // 4
     best = tl.full([GROUPS], float("-inf"), tl.float32)
     best_token = tl.full([GROUPS], 0x7FFFFFFF, tl.int32)
-    low = (position & 0xFFFFFFFF).to(tl.uint32)
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = tl.zeros([GROUPS], tl.uint32)
+    low = (position & 0xFFFFFFFF).to(tl.uint32) + zero
+    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + zero
+    any_left = vocab_size > 0
+    tie_end = vocab_size
     seen_ties = 0
     for start in range(0, vocab_size, BLOCK):
-        any_left = True
-        kept_ties = vocab_size
         if FILTER:
-            token = start + tl.arange(0, BLOCK)
-            x = _scaled(row_logits, token, token < vocab_size, temperature, BLOCK)
-            keys = _sort_key(x)
-            equal = (keys == key) & (token < vocab_size)
-            any_left = tl.max((keys >= key).to(tl.int32), 0) > 0
-            tile_ties = tl.sum(equal.to(tl.int32), 0)
-            # The id before which ties of this tile are kept.
-            if seen_ties + tile_ties > ties:
-                order = seen_ties + tl.cumsum(equal.to(tl.int32), 0)
-                kept_ties = start + tl.sum((order <= ties).to(tl.int32), 0)
-            seen_ties += tile_ties
+            any_left, tie_end, seen_ties = _kept_of_tile(
+                row_logits, vocab_size, temperature, key, ties, seen_ties, start, BLOCK
+            )
         if any_left:
             group = start // 4 + tl.arange(0, GROUPS)
-            w0, w1, w2, w3 = tl.philox(seed, group.to(tl.uint32), low + zero, high + zero, zero, 10)
+            words = tl.philox(seed, group.to(tl.uint32), low, high, zero, 10)
             for member in tl.static_range(4):
                 token = group * 4 + member
                 live = token < vocab_size
                 x = _scaled(row_logits, token, live, temperature, GROUPS)
                 if FILTER:
                     keys = _sort_key(x)
-                    live &= (keys > key) | ((keys == key) & (token < kept_ties))
+                    live &= (keys > key) | ((keys == key) & (token < tie_end))
                     live &= tl.exp(x - top) >= min_p
-                if member == 0:
-                    word = w0
-                elif member == 1:
-                    word = w1
-                elif member == 2:
-                    word = w2
-                else:
-                    word = w3
-                noisy = tl.where(live, x + _gumbel(word), float("-inf"))
+                noisy = tl.where(live, x + _gumbel(words[member]), float("-inf"))
                 best, best_token = _better(best, best_token, noisy, token)
     largest, chosen = _best_of(best, best_token)
     # Nothing is left only where a logit is +inf, whose probability is no number.
@@ -274,7 +278,7 @@ def _sample_kernel(
     state_rows, output_counts, vocab_size, stride, count_stride,
     GREEDY: tl.constexpr, FILTER: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row from adjusted logits to its token, -1 if a logit is NaN or none is left. Grid (B,)."""
+    """One row from adjusted logits to its token, or -1. Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -326,18 +330,20 @@ def _penalize(
     prompt_mask: Tensor, output_counts: Tensor,
 ) -> None:  # fmt: skip
     rows, vocab_size = logits.shape
-    _penalty_kernel[(rows, triton.cdiv(vocab_size, _BLOCK))](
+    block = _block(vocab_size)
+    _penalty_kernel[(rows, triton.cdiv(vocab_size, block))](
         logits, state_rows, repetition, presence, frequency, prompt_mask, output_counts,
         vocab_size, logits.stride(0), prompt_mask.stride(0), output_counts.stride(0),
-        BLOCK=_BLOCK, num_warps=8,
+        BLOCK=block, num_warps=8,
     )  # fmt: skip
 
 
 def _mask(logits: Tensor, mask_rows: Tensor, mask_bits: Tensor) -> None:
     vocab_size = logits.shape[1]
+    block = _block(vocab_size)
     if len(mask_rows):
-        _mask_kernel[(len(mask_rows), triton.cdiv(vocab_size, _BLOCK))](
-            logits, mask_rows, mask_bits, vocab_size, logits.stride(0), BLOCK=_BLOCK, num_warps=8
+        _mask_kernel[(len(mask_rows), triton.cdiv(vocab_size, block))](
+            logits, mask_rows, mask_bits, vocab_size, logits.stride(0), BLOCK=block, num_warps=8
         )
 
 
@@ -353,7 +359,8 @@ def _choose(
             logits, out, temperature, top_k, top_p, min_p, seed, position,
             state_rows, output_counts, vocab_size, logits.stride(0),
             output_counts.stride(0) if output_counts is not None else 0,
-            GREEDY=greedy, FILTER=filtered, COUNT=output_counts is not None, BLOCK=_BLOCK,
+            GREEDY=greedy, FILTER=filtered, COUNT=output_counts is not None,
+            BLOCK=_block(vocab_size),
             num_warps=_WARPS,
         )  # fmt: skip
     return out
