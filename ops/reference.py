@@ -119,7 +119,8 @@ def philox_uniform(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
     Philox4x32-10 (Salmon et al., SC 2011) with key = (seed low word, seed high word) and counter =
     (token // 4, position low word, position high word, 0); word token % 4 of the result belongs to
-    the token. Its upper 24 bits b give (b + 0.5) / 2**24, exact in float32. A number depends on
+    the token. Its upper 23 bits b give (b + 0.5) / 2**23, exact in float32 (with 24 bits the half
+    would round the largest ones up to 1, whose Gumbel noise is infinite). A number depends on
     (seed, position, token) and on nothing else: not on the batch, the row or the backend.
     """
     device = seed.device
@@ -136,7 +137,7 @@ def philox_uniform(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         c0, c1, c2, c3 = high_b ^ c1 ^ k0, product_b & _LOW, high_a ^ c3 ^ k1, product_a & _LOW
         k0, k1 = (k0 + _WEYL_A) & _LOW, (k1 + _WEYL_B) & _LOW
     words = torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :vocab_size]
-    return ((words >> 8).float() + 0.5) * 2.0**-24
+    return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
 def adjust_logits(logits: Tensor, s: SamplingTensors) -> Tensor:
