@@ -32,7 +32,8 @@ _WARPS = 16
 
 
 def _block(vocab_size: int) -> int:
-    return min(_MAX_BLOCK, max(64, triton.next_power_of_2(vocab_size)))
+    """Tokens of a tile: a small vocabulary needs no more than its own size."""
+    return min(_MAX_BLOCK, max(64, 1 << (vocab_size - 1).bit_length()))
 
 
 @triton.jit
@@ -200,7 +201,7 @@ def _threshold(row_logits, vocab_size, temperature, top, top_k, top_p, BLOCK: tl
 @triton.jit
 def _gumbel(bits):
     """-log(-log(u)) for u = (b + 0.5) / 2**24, b the upper 24 bits of a random word."""
-    uniform = ((bits >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -tl.log(-tl.log(uniform))
 
 
