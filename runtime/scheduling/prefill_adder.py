@@ -1,0 +1,256 @@
+"""PrefillAdder: the token budgets of one step's prefill rows; admits, cuts, refuses.
+
+Lives for one pass and owns nothing. It reserves: pages are taken after it is done, so what it
+calls available stays constant but for the locks it takes.
+
+    available = free + evictable
+    rem_total = available - off_total    for the whole life of the admitted (a forecast)
+    cur_rem   = available - off_current  for this step alone (hard)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from runtime.scheduling.request_record import record_of, remaining_tokens
+from runtime.scheduling.wait_clocks import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from runtime.config import SchedulerConfig
+    from runtime.request import Request
+    from runtime.scheduling.radix_cache import Node, PrefixMatch
+
+NO_LIMIT = 1 << 60
+
+
+class Verdict(Enum):
+    """What the next candidate may expect."""
+
+    CONTINUE = "continue"
+    NO_TOKEN = "no_token"  # no KV left: the batch is full
+    OTHER = "other"  # a budget of this step is used up
+
+
+class Memory(Protocol):
+    """What the adder needs of the KV pool."""
+
+    @property
+    def available_tokens(self) -> int: ...
+    def lock(self, node: Node | None) -> None: ...
+    def unlock(self, node: Node | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A prefill row of the step.
+
+    Args:
+        match: the prefix a new row starts from, locked; None for the next chunk of a started one.
+        start, tokens: what it computes.
+        last: whether its prompt is then complete.
+    """
+
+    request: Request
+    match: PrefixMatch | None
+    start: int
+    tokens: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What the running rows take from a step's budgets.
+
+    Args:
+        mixed_rows: decode rows that the step will carry beside the prefill (M).
+        mixed_page_tokens: tokens of the new pages that those rows need in this step.
+        running: every running request, carried or not: their outputs are to come.
+        new_token_ratio: share of the remaining output that is reserved for each.
+    """
+
+    mixed_rows: int
+    mixed_page_tokens: int
+    running: Sequence[Request]
+    new_token_ratio: float
+
+
+class PrefillAdder:
+    """One step's budgets.
+
+    Args:
+        chunk_tokens: prefill tokens of the step, the mixed rows' share included; None: prompts
+            are not cut.
+        exact_chunk: `chunk_tokens` are prefill tokens alone (the size was chosen for a step with
+            these decode rows).
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: Memory,
+        load: StepLoad,
+        chunk_tokens: int | None,
+        *,
+        exact_chunk: bool = False,
+    ) -> None:
+        page = config.page_size
+        self._config = config
+        self._memory = memory
+        self._page = page
+        self._load = load
+        self._clip = config.clip_max_new_tokens
+        self.off_current = load.mixed_page_tokens
+        self.off_total: float = load.mixed_rows + sum(
+            load.new_token_ratio * min(remaining_tokens(request), self._clip)
+            for request in load.running
+        )
+        floor = page
+        if chunk_tokens is not None:
+            # However many decode rows there are, prefill never starves behind them.
+            floor = min(chunk_tokens, max(page, chunk_tokens // 4 // page * page))
+        self.rem_input = max(config.max_prefill_tokens - load.mixed_rows, floor)
+        self.rem_chunk = NO_LIMIT
+        if chunk_tokens is not None:
+            self.rem_chunk = (
+                chunk_tokens if exact_chunk else max(chunk_tokens - load.mixed_rows, floor)
+            )
+        self._chunking = chunk_tokens is not None
+        self.admitted: list[Admitted] = []
+        self.new_requests = 0
+        self.chunked: Request | None = None  # the request whose prompt is still not complete
+        self.reason = Reason.NONE  # the term that gave the last verdict other than CONTINUE
+        self._lifetimes: list[tuple[float, int]] | None = None
+
+    @property
+    def rem_total(self) -> int:
+        return math.floor(self._memory.available_tokens - self.off_total)
+
+    @property
+    def cur_rem(self) -> int:
+        return self._memory.available_tokens - self.off_current
+
+    def add_chunked(self, request: Request) -> None:
+        """Goes on with the pending chunk, which may end inside a page. With nothing free it waits
+        with the KV it has: `admitted` then stays empty, and the reason is kv_step."""
+        self.chunked = request
+        left = record_of(request).target - request.length
+        tokens = min(self.rem_chunk, self.rem_total, self.cur_rem, left)
+        if tokens <= 0:
+            self.reason = Reason.KV_STEP
+            return
+        last = tokens == left
+        if last:
+            self.chunked = None
+        self.admitted.append(Admitted(request, None, request.length, tokens, last))
+        self._charge(tokens, self._reserve(request) if last else 0)
+
+    def add(self, request: Request, match: PrefixMatch) -> Verdict:
+        """Admits a waiting request, whole or cut, or refuses it.
+
+        The request was admitted if it is the last of `admitted`; the verdict is for the next one.
+        """
+        cap = self._config.max_prefill_requests
+        if cap and self.new_requests >= cap:
+            return self._refuse(Verdict.OTHER, Reason.POLICY)
+        extend = record_of(request).target - match.tokens
+        if request.sampling.ignore_eos and self._config.disable_radix_cache:
+            refusal = self._check_known_length(request, extend)
+            return refusal or self._admit(request, match, extend)
+        need = extend + self._reserve(request) + self._page
+        if need >= self.rem_total:
+            return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+        if not self._chunking and self.new_requests and self._ceil(extend) >= self.rem_input:
+            return self._refuse(Verdict.OTHER, Reason.INPUT_BUDGET)
+        # The matched prefix itself may be what makes up most of the evictable tokens.
+        self._memory.lock(match.node)
+        verdict = (
+            self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+            if need >= self.rem_total
+            else self._admit(request, match, extend)
+        )
+        if not (self.admitted and self.admitted[-1].request is request):
+            self._memory.unlock(match.node)
+        return verdict
+
+    def _admit(self, request: Request, match: PrefixMatch, extend: int) -> Verdict:
+        whole = self._ceil(extend) <= self.rem_chunk
+        tokens = extend if whole else self._truncated(match.tokens)
+        if tokens <= 0:
+            return self._refuse(Verdict.OTHER, Reason.CHUNK_BUDGET)
+        if self._ceil(tokens) > self.cur_rem:
+            return self._refuse(Verdict.NO_TOKEN, Reason.KV_STEP)
+        self.admitted.append(Admitted(request, match, match.tokens, tokens, whole))
+        self.new_requests += 1
+        if not whole:
+            self.chunked = request
+        self._charge(tokens, self._reserve(request) if whole else 0)
+        return self._verdict()
+
+    def _truncated(self, prefix: int) -> int:
+        tokens = self._floor(self.rem_chunk)
+        align = self._config.truncation_align_size
+        if align > 0:
+            tokens = tokens // align * align
+        return self._floor(prefix + tokens) - prefix
+
+    def _check_known_length(self, request: Request, extend: int) -> Verdict | None:
+        """Whether a request whose output length is known, nothing of it cached, fits beside the
+        others until each has ended; None if it does."""
+        extend = self._ceil(extend)
+        if extend + self._page > min(self.cur_rem, self.rem_total):
+            return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+        if self._lifetimes is None:
+            earlier = [*self._load.running, *(item.request for item in self.admitted)]
+            self._lifetimes = [self._lifetime(other) for other in earlier]
+        lives = sorted([*self._lifetimes, self._lifetime(request)])
+        free = self.cur_rem - extend
+        for index, (left, held) in enumerate(lives):
+            live = len(lives) - index
+            if free - left * live <= live:
+                return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+            free += held
+        self._lifetimes.append(self._lifetime(request))
+        return None
+
+    def _lifetime(self, request: Request) -> tuple[float, int]:
+        """(output tokens left, tokens given back at the end)."""
+        ratio = 1.0 if request.sampling.ignore_eos else self._load.new_token_ratio
+        held = max(len(request.pages) * self._page, self._ceil(record_of(request).target))
+        return max(request.max_new_tokens * ratio - request.launched_tokens, 0.0), held
+
+    def _reserve(self, request: Request) -> int:
+        return min(max(remaining_tokens(request), 0), self._clip)
+
+    def _charge(self, extend: int, decode: int) -> None:
+        # One page more than the tokens need: an extend can open one.
+        extend = self._ceil(extend)
+        self.off_total += extend + decode + self._page
+        self.off_current += extend + self._page
+        self.rem_input -= extend
+        self.rem_chunk -= extend
+
+    def _verdict(self) -> Verdict:
+        if self.rem_total <= 0:
+            return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+        if self.cur_rem <= 0:
+            return self._refuse(Verdict.NO_TOKEN, Reason.KV_STEP)
+        if self.rem_input <= 0:
+            return self._refuse(Verdict.OTHER, Reason.INPUT_BUDGET)
+        if self.rem_chunk <= 0:
+            return self._refuse(Verdict.OTHER, Reason.CHUNK_BUDGET)
+        return Verdict.CONTINUE
+
+    def _refuse(self, verdict: Verdict, reason: Reason) -> Verdict:
+        self.reason = reason
+        return verdict
+
+    def _ceil(self, tokens: int) -> int:
+        return -(-tokens // self._page) * self._page
+
+    def _floor(self, tokens: int) -> int:
+        return tokens // self._page * self._page

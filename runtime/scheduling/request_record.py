@@ -1,0 +1,70 @@
+"""RequestRecord: what the scheduler itself knows of a request (`Request.scheduling`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from array import array
+
+    from runtime.request import Finish, Request, TokenLogprobs
+    from runtime.scheduling.radix_cache import Node
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """The scheduler's own per-request data.
+
+    Args:
+        seq: order of arrival; kept over retractions.
+        stop_ids: tokens that end it, EOS ids included unless it ignores them.
+        key: bytes of the token ids to prefill, input and committed outputs.
+        arrival_clocks: totals of the wait clocks when it began to wait.
+        arrival_tokens: tokens the server had computed when it arrived (hrrn).
+        enqueued_s: when it last began to wait; started_s: when it was last admitted.
+        node: end of its locked prefix in the radix cache.
+        tree_tokens: leading tokens whose pages belong to the radix cache.
+        target: tokens to have KV before it can sample: input and outputs at admission.
+        synced_pages: leading entries of its table row that the device has or will get.
+        last_step: last launched step that names it.
+        ending: recorded, applied at the next plan; its later tokens are dropped.
+        passed_over_s: when a later arrival was first admitted before it.
+        waited: seconds waited per blocking term, of waits that are over.
+        own_reason: its blocking term in the last pass where that was not the whole queue's.
+        prompt_logprobs: gathered over chunks; None when not asked for or already given out.
+    """
+
+    seq: int
+    stop_ids: frozenset[int]
+    key: bytes = b""
+    arrival_clocks: tuple[float, ...] = ()
+    arrival_tokens: int = 0
+    enqueued_s: float = 0.0
+    started_s: float | None = None
+    node: Node | None = None
+    tree_tokens: int = 0
+    target: int = 0
+    synced_pages: int = 0
+    last_step: int = -1
+    ending: Finish | None = None
+    passed_over_s: float | None = None
+    waited: list[float] = field(default_factory=list)
+    own_reason: str = ""
+    first_admitted: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+def record_of(request: Request) -> RequestRecord:
+    """The record of a request that `Scheduler.add` has taken."""
+    return cast("RequestRecord", request.scheduling)
+
+
+def tokens_to_prefill(request: Request) -> array[int]:
+    """Input and committed outputs: what a (re)started request computes before it samples."""
+    return request.input_ids + request.output_ids if request.output_ids else request.input_ids
+
+
+def remaining_tokens(request: Request) -> int:
+    """Output tokens that no launched step has sampled yet."""
+    return request.max_new_tokens - request.launched_tokens

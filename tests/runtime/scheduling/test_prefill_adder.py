@@ -1,0 +1,228 @@
+"""The budgets of one step, against worked examples."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from runtime.errors import ConfigError
+from runtime.request import Request
+from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
+from runtime.scheduling.radix_cache import NO_MATCH, Node, PrefixMatch
+from runtime.scheduling.request_record import RequestRecord
+from runtime.scheduling.wait_clocks import Reason
+from tests.runtime.scheduling.scheduler_harness import config, request
+
+
+class FakeMemory:
+    """A pool with this many tokens available, some of them on a prefix that a lock takes out."""
+
+    def __init__(self, available: int, prefix_tokens: int = 0) -> None:
+        self.available_tokens = available
+        self.prefix_tokens = prefix_tokens
+
+    def lock(self, node: Node | None) -> None:
+        self.available_tokens -= self.prefix_tokens if node else 0
+
+    def unlock(self, node: Node | None) -> None:
+        self.available_tokens += self.prefix_tokens if node else 0
+
+
+def waiting(tokens: int, max_new: int, **sampling: Any) -> Request:
+    made = request("w", tokens, max_new, **sampling)
+    made.max_new_tokens = max_new
+    made.scheduling = RequestRecord(seq=0, stop_ids=frozenset(), target=tokens)
+    return made
+
+
+def decoding(max_new: int, out: int, tokens: int = 10, **sampling: Any) -> Request:
+    made = waiting(tokens, max_new, **sampling)
+    made.launched_tokens = out
+    made.length = tokens + out - 1
+    made.pages = array("i", range(made.length))
+    return made
+
+
+def adder(
+    available: int = 100_000,
+    running: list[Request] | None = None,
+    *,
+    mixed: int = 0,
+    mixed_page_tokens: int = 0,
+    ratio: float = 0.7,
+    chunk: int | None = 4096,
+    memory: FakeMemory | None = None,
+    **options: Any,
+) -> PrefillAdder:
+    return PrefillAdder(
+        config(**options),
+        memory or FakeMemory(available),
+        StepLoad(mixed, mixed_page_tokens, running or [], ratio),
+        chunk,
+    )
+
+
+def test_forecast_refuses_what_would_not_fit_and_admits_what_does() -> None:
+    running = [decoding(100, 20), decoding(100, 20)]
+    step = adder(1000, running)
+    assert step.off_total == 112
+    assert step.rem_total == 888
+    assert step.add(waiting(300, 600), NO_MATCH) is Verdict.NO_TOKEN
+    assert step.reason is Reason.KV_TOTAL
+    assert not step.admitted
+    assert step.add(waiting(200, 600), NO_MATCH) is Verdict.CONTINUE
+    assert (step.rem_total, step.cur_rem) == (87, 799)
+
+
+def test_mixed_rows_count_one_token_each_in_the_forecast() -> None:
+    running = [decoding(100, 20), decoding(100, 20)]
+    assert adder(1000, running, mixed=2, mixed_page_tokens=2).off_total == 114
+
+
+def test_a_need_equal_to_what_remains_is_refused() -> None:
+    # 100 input + 50 output + 1 page
+    assert adder(151).add(waiting(100, 50), NO_MATCH) is Verdict.NO_TOKEN
+    step = adder(152)
+    step.add(waiting(100, 50), NO_MATCH)
+    assert len(step.admitted) == 1
+
+
+def test_a_prompt_as_long_as_the_chunk_is_admitted_whole_and_closes_the_step() -> None:
+    step = adder(chunk=4096, page_size=16)
+    assert step.add(waiting(4096, 4), NO_MATCH) is Verdict.OTHER
+    assert step.reason is Reason.CHUNK_BUDGET
+    assert step.admitted[0].last
+    assert step.chunked is None
+
+
+def chunks_of(prompt: int, rows: int, **options: Any) -> list[int]:
+    """Chunk lengths of one prompt, `rows` decode rows riding along in each step."""
+    made = waiting(prompt, 4)
+    running = [decoding(100, 20) for _ in range(rows)]
+    sizes: list[int] = []
+    while made.length < prompt:
+        step = adder(running=running, mixed=rows, **options)
+        if made.length:
+            step.add_chunked(made)
+        else:
+            step.add(made, NO_MATCH)
+        sizes.append(step.admitted[0].tokens)
+        made.length += sizes[-1]
+        assert (step.chunked is None) == (made.length == prompt)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        (0, {"page_size": 1, "chunk": 4096}, [4096, 4096, 1808]),
+        (3, {"page_size": 16, "chunk": 4096}, [4080, 4093, 1827]),
+    ],
+    ids=["alone", "three decode rows, pages of 16"],
+)
+def test_chunks_of_a_10_000_token_prompt(
+    rows: int, options: dict[str, Any], expected: list[int]
+) -> None:
+    assert chunks_of(10_000, rows, **options) == expected
+
+
+@pytest.mark.parametrize("rows", [64, 80])
+def test_decode_rows_never_take_the_whole_chunk(rows: int) -> None:
+    running = [decoding(100, 20) for _ in range(rows)]
+    step = adder(running=running, mixed=rows, chunk=64, page_size=16)
+    assert step.rem_chunk == 16
+
+
+def test_a_new_prompt_is_cut_at_a_page() -> None:
+    step = adder(running=[decoding(100, 20)], mixed=1, chunk=64, page_size=32)
+    assert step.rem_chunk == 63
+    step.add(waiting(1000, 4), NO_MATCH)
+    assert step.admitted[0].tokens == 32
+
+
+def test_a_chunk_below_two_pages_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match=r"64 with page_size 64.*128"):
+        config(page_size=64, chunked_prefill_size=64, capacity_tokens=6400)
+
+
+def test_the_lock_on_a_prefix_takes_it_out_of_what_is_available() -> None:
+    # 60 of the 160 available tokens are the prefix itself: 100 + 20 + 1 do not fit the rest.
+    node = Node(b"", array("i"), None, 0)
+    memory = FakeMemory(160, prefix_tokens=60)
+    step = adder(memory=memory)
+    match = PrefixMatch(60, array("i", range(60)), node)
+    assert step.add(waiting(160, 20), match) is Verdict.NO_TOKEN
+    assert not step.admitted
+    assert memory.available_tokens == 160, "the lock of a refused request is dropped"
+
+
+def test_pages_of_this_step_are_kept_for_the_decode_rows() -> None:
+    # The forecast for rows about to end is small; their new pages in this step are not.
+    running = [decoding(20, 19) for _ in range(10)]
+    step = adder(
+        1280,
+        running,
+        mixed=10,
+        mixed_page_tokens=640,
+        ratio=0.1,
+        page_size=64,
+        chunked_prefill_size=4096,
+        capacity_tokens=6400,
+    )
+    assert step.add(waiting(700, 1), NO_MATCH) is Verdict.NO_TOKEN
+    assert step.reason is Reason.KV_STEP
+    assert not step.admitted
+
+
+def test_without_chunking_the_first_prompt_always_gets_in() -> None:
+    step = adder(chunk=None, max_prefill_tokens=100)
+    assert step.add(waiting(500, 4), NO_MATCH) is Verdict.OTHER
+    assert step.admitted[0].last
+    step = adder(chunk=None, max_prefill_tokens=600)
+    assert step.add(waiting(500, 4), NO_MATCH) is Verdict.CONTINUE
+    assert step.add(waiting(100, 4), NO_MATCH) is Verdict.OTHER
+    assert step.reason is Reason.INPUT_BUDGET
+    assert len(step.admitted) == 1
+
+
+def test_request_cap_of_a_step() -> None:
+    step = adder(max_prefill_requests=1)
+    assert step.add(waiting(10, 4), NO_MATCH) is Verdict.CONTINUE
+    assert step.add(waiting(10, 4), NO_MATCH) is Verdict.OTHER
+    assert step.reason is Reason.POLICY
+
+
+def test_truncation_alignment() -> None:
+    step = adder(chunk=100, page_size=1, truncation_align_size=64)
+    step.add(waiting(1000, 4), NO_MATCH)
+    assert step.admitted[0].tokens == 64
+    step = adder(chunk=100, page_size=1, truncation_align_size=128)
+    assert step.add(waiting(1000, 4), NO_MATCH) is Verdict.OTHER
+    assert not step.admitted
+
+
+def test_outputs_beyond_the_clip_are_not_reserved() -> None:
+    step = adder(1000, clip_max_new_tokens=100)
+    step.add(waiting(50, 4000), NO_MATCH)
+    assert step.rem_total == 1000 - 50 - 100 - 1
+
+
+def test_only_the_last_chunk_reserves_decode_tokens() -> None:
+    step = adder(10_000, chunk=64)
+    step.add(waiting(100, 500), NO_MATCH)
+    assert step.rem_total == 10_000 - 64 - 1
+
+
+def test_a_pending_chunk_takes_what_is_really_free_and_waits_with_nothing() -> None:
+    made = waiting(500, 4)
+    made.length = 64
+    step = adder(40)
+    step.add_chunked(made)
+    assert step.admitted[0].tokens == 40
+    step = adder(0)
+    step.add_chunked(made)
+    assert not step.admitted
+    assert step.chunked is made
+    assert step.reason is Reason.KV_STEP
