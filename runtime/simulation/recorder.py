@@ -100,6 +100,7 @@ class RecordingScheduler:
             batch=None if plan.batch is None else batch_record(plan.batch),
             reason=plan.reason,
             ended=outputs_record(plan.ended),
+            grammars_ready=plan.grammars_ready,
         )
         return plan
 

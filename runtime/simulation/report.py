@@ -87,8 +87,8 @@ def summarize(result: SimulationResult) -> Summary:
         ttft=Spread.of(r.ttft_s for r in first),
         tpot=Spread.of(r.tpot_s for r in first if r.tokens > 1),
         itl=Spread.of(result.gaps_s),
-        retractions=result.statistics.retractions,
-        preemptions=result.statistics.preemptions,
+        retractions=result.statistics.counters.retractions,
+        preemptions=result.statistics.counters.preemptions,
         cached_share=sum(r.cached_tokens for r in first) / max(inputs, 1),
     )
 

@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Simulates the scheduler: the real one, on a virtual clock, with modelled step times.
+
+What is served (one of):
+    scripts/simulate.py --requests 1000 --rate 20       synthetic; see --help for the shapes
+    scripts/simulate.py --lengths FILE                  JSON lines: arrival_s, input_tokens,
+                                                        output_tokens (more in workloads.py)
+    scripts/simulate.py --live FILE                     a trace recorded by `--record FILE`
+
+Where: --machine NAME, and --fit TRACE for step times fitted from a recorded trace (--live does
+so with its own trace unless --machine is given).
+
+What if: each `--what-if "chunked_prefill_size=64 schedule_policy=lpm"` is one more column, beside
+the one of the options given with --set; --differences FILE writes what it changed per request.
+
+`--readme` runs the comparisons of the README and prints their table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.errors import ConfigError, LoomserveError
+from runtime.simulation.cost_fit import fit_cost_model
+from runtime.simulation.experiments import readme_tables
+from runtime.simulation.live_run import LiveRun, read_live_run
+from runtime.simulation.machines import MACHINE_NAMES, Machine, machine
+from runtime.simulation.report import Summary, summarize, summary_table
+from runtime.simulation.scenario import simulate
+from runtime.simulation.trace import Trace, parse_override, read_trace
+from runtime.simulation.workloads import Arrival, Workload, read_length_trace
+
+if TYPE_CHECKING:
+    from runtime.simulation.simulator import RequestStats, SimulationResult
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        if args.readme:
+            print(readme_tables(progress=lambda text: print(text, file=sys.stderr)))
+            return 0
+        run(args)
+    except (LoomserveError, OSError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    trace = read_trace(args.live) if args.live else None
+    live = read_live_run(trace) if trace else None
+    where = choose_machine(args, trace, live)
+    arrivals = choose_arrivals(args, live)
+    given = parse_options(args.set)
+    columns = {"simulated": given}
+    for text in args.what_if:
+        columns[text] = {**given, **parse_options(text.split())}
+    results: dict[str, SimulationResult] = {}
+    summaries: dict[str, Summary] = {}
+    for name, options in columns.items():
+        start_s = time.perf_counter()
+        results[name] = simulate(
+            where, arrivals, options, seed=args.seed, overlap=not args.disable_overlap
+        )
+        summaries[name] = summarize(results[name])
+        steps, took_s = len(results[name].steps.kinds), time.perf_counter() - start_s
+        print(f"{name}: {steps} steps in {took_s:.1f} s", file=sys.stderr)
+    print(summary_table(summaries))
+    if args.json:
+        args.json.write_text(json.dumps({name: asdict(s) for name, s in summaries.items()}))
+    if args.differences:
+        write_differences(args.differences, results, live)
+    if args.plot:
+        plot(args.plot, results)
+
+
+def choose_machine(args: argparse.Namespace, trace: Trace | None, live: LiveRun | None) -> Machine:
+    """The named machine, with the options and the measured costs of a recorded trace if given."""
+    where = machine(args.machine or MACHINE_NAMES[0])
+    if trace is not None:
+        where = replace(where, options=trace.options)
+    measured = read_live_run(read_trace(args.fit)) if args.fit else live
+    if measured is not None and (args.fit or not args.machine):
+        fit = fit_cost_model(measured.step_times)
+        print(
+            f"costs fitted to {fit.steps} steps ({fit.outliers} outliers,"
+            f" median error {fit.error:.1%}): {fit.model}",
+            file=sys.stderr,
+        )
+        where = replace(where, cost=fit.model)
+    return where
+
+
+def choose_arrivals(args: argparse.Namespace, live: LiveRun | None) -> list[Arrival]:
+    if live is not None:
+        return live.arrivals
+    if args.lengths:
+        return read_length_trace(args.lengths, seed=args.seed)
+    return Workload(
+        requests=args.requests,
+        rate=args.rate,
+        burst=args.burst,
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
+        prefix_groups=args.prefix_groups,
+        prefix_tokens=args.prefix_tokens,
+        cold_share=args.cold_share,
+        max_new_factor=args.max_new_factor,
+        seed=args.seed,
+    ).arrivals()
+
+
+def parse_options(texts: list[str]) -> dict[str, Any]:
+    return dict(parse_override(text) for text in texts)
+
+
+def write_differences(
+    path: Path, results: dict[str, SimulationResult], live: LiveRun | None
+) -> None:
+    """One JSON line per request: its figures in every column, the live run's first."""
+    columns = {name: {r.request_id: r for r in result.requests} for name, result in results.items()}
+    if live is not None:
+        columns = {"live": live.stats, **columns}
+    with path.open("w", encoding="utf-8") as lines:
+        for request_id in next(iter(columns.values())):
+            line: dict[str, Any] = {"request_id": request_id}
+            for name, requests in columns.items():
+                if request_id in requests:
+                    line[name] = request_figures(requests[request_id])
+            lines.write(json.dumps(line) + "\n")
+
+
+def request_figures(stats: RequestStats) -> dict[str, Any]:
+    seen = stats.tokens > 0
+    return {
+        "ttft_s": round(stats.ttft_s, 6) if seen else None,
+        "tpot_s": round(stats.tpot_s, 6) if seen else None,
+        "longest_gap_s": round(stats.longest_gap_s, 6),
+        "tokens": stats.tokens,
+        "retractions": stats.retractions,
+        "finish": stats.finish.reason.value if stats.finish else None,
+    }
+
+
+def plot(path: Path, results: dict[str, SimulationResult]) -> None:
+    """Cumulated shares of requests by TTFT and TPOT, and of gaps by length, a line per column."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot needs matplotlib (pip install 'loomserve[plot]'): {error}"
+        ) from error
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
+    for name, result in results.items():
+        seen = [r for r in result.requests if r.tokens]
+        for axis, values in zip(
+            axes,
+            ([r.ttft_s for r in seen], [r.tpot_s for r in seen if r.tokens > 1], result.gaps_s),
+            strict=True,
+        ):
+            ordered = sorted(values)
+            # At most 2,000 points: millions of gaps draw no better.
+            kept = ordered[:: max(math.ceil(len(ordered) / 2000), 1)] + ordered[-1:]
+            shares = [(i + 1) / len(kept) for i in range(len(kept))]
+            axis.plot([1e3 * value for value in kept], shares, label=name)
+    for axis, title in zip(axes, ("time to first token", "time per token", "gap"), strict=True):
+        axis.set(xlabel=f"{title}, ms", xscale="log", ylabel="share", ylim=(0, 1.01))
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def span(text: str) -> tuple[int, int]:
+    """`100:1024` or `512`."""
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--lengths", type=Path, metavar="FILE", help="requests from a file of lengths")
+    add("--live", type=Path, metavar="FILE", help="requests from a recorded trace")
+    add("--fit", type=Path, metavar="FILE", help="step times fitted from a recorded trace")
+    add("--machine", choices=MACHINE_NAMES, help=f"default {MACHINE_NAMES[0]}")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a scheduler option")
+    add("--what-if", action="append", default=[], metavar="OPTIONS", help="one more column")
+    add("--requests", type=int, default=1000)
+    add("--rate", type=float, default=0.0, help="arrivals (bursts) a second; 0: all at once")
+    add("--burst", type=int, default=1, help="requests that arrive together")
+    add("--input-tokens", type=span, default=(100, 1024), metavar="A:B", help="uniform")
+    add("--output-tokens", type=span, default=(100, 1024), metavar="A:B", help="uniform")
+    add("--prefix-groups", type=int, default=0, help="number of common prefixes")
+    add("--prefix-tokens", type=int, default=0, help="length of a common prefix")
+    add("--cold-share", type=float, default=0.0, help="share of requests without a prefix")
+    add("--max-new-factor", type=float, default=1.0, help="max_new_tokens over the true length")
+    add("--seed", type=int, default=0)
+    add("--disable-overlap", action="store_true", help="plan only when nothing runs")
+    add("--plot", type=Path, metavar="FILE.png")
+    add("--differences", type=Path, metavar="FILE.jsonl", help="figures per request")
+    add("--json", type=Path, metavar="FILE")
+    add("--readme", action="store_true", help="print the comparisons of the README")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
