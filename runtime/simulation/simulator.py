@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from runtime.scheduling.schedule_batch import ScheduleBatch
-    from runtime.scheduling.scheduler import Plan, SchedulerStatistics
+    from runtime.scheduling.scheduler import Plan
+    from runtime.scheduling.statistics import SchedulerStatistics
 
 FILLER_TOKEN_ID = 1
 # An engine whose scheduler holds requests back (a delayer, a time-out to come) looks again later.
