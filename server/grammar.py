@@ -30,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from runtime.errors import InvalidRequest
 
@@ -56,29 +56,6 @@ def hugging_face_tokenizer(
     return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
 
 
-class BytesVocabulary:
-    """A vocabulary given as bytes, in the form the grammar library reads (see TokenizerWrapper)."""
-
-    bos_token_id = None
-
-    def __init__(
-        self, token_bytes: Sequence[bytes], special_ids: Iterable[int], eos_id: int
-    ) -> None:
-        self.tokens = list(token_bytes)
-        self.special_token_ids = list(special_ids)
-        self.eos_token_id = eos_id
-        self._ids = {token: number for number, token in enumerate(self.tokens)}
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [self._ids[bytes([byte])] for byte in text]
-
-
-def bytes_tokenizer(vocabulary: BytesVocabulary, vocab_size: int) -> LLTokenizer:
-    """The grammar library's view of a vocabulary that has every single byte as a token."""
-    eos_id = vocabulary.eos_token_id
-    return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=eos_id)
-
-
 class GrammarMatcher:
     """What one request may still say. Used by the engine's loop alone.
 
@@ -89,10 +66,13 @@ class GrammarMatcher:
         failed: why it can go no further (a limit of the library), None while all is well.
     """
 
-    __slots__ = ("_ends", "_matcher", "_taken", "failed", "min_tokens", "ready")
+    __slots__ = ("_ends", "_matcher", "_taken", "_words", "failed", "min_tokens", "ready")
 
-    def __init__(self, matcher: LLMatcher, ends: NDArray[np.int64], min_tokens: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, words: int, ends: NDArray[np.int64], min_tokens: int
+    ) -> None:
         self._matcher = matcher
+        self._words = words
         self._ends = ends
         self._taken = 0
         self.min_tokens = min_tokens
@@ -106,16 +86,23 @@ class GrammarMatcher:
         back until min_tokens, unless nothing else is left: there the grammar wins. After a failure
         nothing is allowed.
         """
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        # A tokenizer may know more ids than the model can sample.
+        row = bits if bits.size == self._words else np.zeros(self._words, dtype=np.int32)
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if row is not bits:
+            bits[:] = row[: bits.size]
         if self._matcher.is_error():
             self.failed = self.failed or _sentence(self._matcher.get_error())
             bits.fill(0)
         elif self._taken < self.min_tokens and not self._matcher.is_stopped():
-            words, masks = self._ends >> 5, (1 << (self._ends & 31)).astype(np.uint32)
-            kept = bits.view(np.uint32).copy()
-            np.bitwise_and.at(kept, words, ~masks)
-            if kept.any():
-                bits[:] = kept.view(np.int32)
+            self._hold_ends(bits)
+
+    def _hold_ends(self, bits: NDArray[np.int32]) -> None:
+        kept = bits.view(np.uint32).copy()
+        masks = (1 << (self._ends & 31)).astype(np.uint32)
+        np.bitwise_and.at(kept, self._ends >> 5, ~masks)
+        if kept.any():
+            bits[:] = kept.view(np.int32)
 
     def accept(self, token_id: int) -> None:
         """Takes a committed token. What comes after the end is ignored."""
@@ -133,8 +120,9 @@ class GrammarMatcher:
 class CompiledGrammar:
     """A grammar from which any number of matchers start (n choices, equal requests)."""
 
-    def __init__(self, matcher: LLMatcher, eos_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: LLMatcher, words: int, eos_ids: Sequence[int]) -> None:
         self._matcher = matcher
+        self._words = words
         self._eos_ids = tuple(eos_ids)
 
     def matcher(self, min_tokens: int = 0, stop_token_ids: Iterable[int] = ()) -> GrammarMatcher:
@@ -145,7 +133,7 @@ class CompiledGrammar:
             is applied after the mask could leave no token at all.)
         """
         ends = np.array(sorted({*self._eos_ids, *stop_token_ids}), dtype=np.int64)
-        return GrammarMatcher(self._matcher.deep_copy(), ends, min_tokens)
+        return GrammarMatcher(self._matcher.deep_copy(), self._words, ends, min_tokens)
 
 
 class GrammarCompiler:
@@ -153,13 +141,12 @@ class GrammarCompiler:
 
     Args:
         make_tokenizer: called once, in such a thread, at the first compilation.
-        vocab_size: ids that the model can sample.
+        eos_ids: ids that end the output.
     """
 
     def __init__(
         self,
         make_tokenizer: Callable[[], LLTokenizer],
-        vocab_size: int,
         eos_ids: Iterable[int],
         *,
         threads: int = 2,
@@ -167,7 +154,6 @@ class GrammarCompiler:
     ) -> None:
         self._make_tokenizer = make_tokenizer
         self._tokenizer: asyncio.Future[LLTokenizer] | None = None
-        self._words = (vocab_size + 31) // 32
         self._eos_ids = tuple(sorted(eos_ids))
         self._cache: OrderedDict[str, asyncio.Future[CompiledGrammar]] = OrderedDict()
         self._cache_size = cache_size
@@ -198,8 +184,9 @@ class GrammarCompiler:
         if self._tokenizer is None:
             self._tokenizer = loop.run_in_executor(self._pool, self._make_tokenizer)
         tokenizer = await asyncio.shield(self._tokenizer)
-        work = partial(_compile, tokenizer, source, self._words)
-        return CompiledGrammar(await loop.run_in_executor(self._pool, work), self._eos_ids)
+        words = (tokenizer.vocab_size + 31) // 32
+        work = partial(_compile, tokenizer, source, words)
+        return CompiledGrammar(await loop.run_in_executor(self._pool, work), words, self._eos_ids)
 
     def close(self) -> None:
         """Ends the threads; compilations that have not begun are dropped."""
