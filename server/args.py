@@ -45,6 +45,12 @@ class ServerConfig:
     served_model_name: str | None = option(None, "the model's name in the API; else its folder's")
     log_level: str = option("info", "least severe messages shown", choices=LOG_LEVELS)
     disable_overlap: bool = option(False, "read each step's result before the next step is planned")
+    record: str | None = option(
+        None,
+        "write every input and decision of the scheduler to this file, for scripts/replay.py"
+        " and scripts/simulate.py",
+        metavar="FILE",
+    )
 
     chat_template: str | None = option(
         None, "a Jinja chat template that replaces the model's", metavar="FILE"
