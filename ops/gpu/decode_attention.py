@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.gpu.extend_attention import capped, key_slots
-from ops.gpu.library import Tile, has_large_shared_memory, register
+from ops.gpu.library import Tile, has_large_shared_memory, register, step_kernel
 
 if TYPE_CHECKING:
     from ops.op_set import AttentionBatch, AttentionSpec
@@ -62,7 +62,7 @@ def _split_of(position):
     return level * 8 + (position - 1024 * ((1 << level) - 1)) // (128 << level)
 
 
-@triton.jit
+@step_kernel("rows", "kv_lens", "max_splits")
 def _split_kernel(
     q, k_pool, v_pool, parts, part_lse, block_table, rows, kv_lens,
     scale, soft_cap, window,
@@ -135,7 +135,7 @@ def _split_kernel(
         tl.store(part_lse + part, maximum + tl.log2(total), mask=member < GROUP)
 
 
-@triton.jit
+@step_kernel("kv_lens", "max_splits")
 def _merge_kernel(
     parts, part_lse, out, kv_lens, sinks, window, heads, max_splits, out_stride_t, out_stride_h,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.gpu.library import Tile, has_large_shared_memory, register
+from ops.gpu.library import Tile, has_large_shared_memory, register, step_kernel
 
 if TYPE_CHECKING:
     from ops.op_set import AttentionBatch, AttentionSpec
@@ -113,7 +113,7 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit
+@step_kernel("rows", "qo_indptr", "kv_lens", "num_rows")
 def _extend_kernel(
     q, k_pool, v_pool, out, block_table, rows, qo_indptr, kv_lens, sinks, num_rows,
     scale, soft_cap, window,

@@ -2,8 +2,9 @@
 
 Each op is defined once in the library "loomserve" through `Library.define` and `impl`, which costs
 1.5 microseconds a call where the `custom_op` decorator costs 9.9 (measured on a CPU). The CUDA key
-covers AMD as well. Under TRITON_INTERPRET=1 the same functions serve CPU tensors, so that the whole
-engine runs on the Triton kernels on a machine without a GPU. The fake implementations let a step
+covers AMD as well. The same functions are registered for CPU tensors: under TRITON_INTERPRET=1 the
+whole engine runs on the Triton kernels on a machine without a GPU (else Triton finds no driver and
+says so). The fake implementations let a step
 run under `FakeTensorMode`, which raises on a synchronisation or on tensors of two devices.
 """
 
@@ -21,13 +22,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAMESPACE = "loomserve"
-INTERPRETED: bool = triton.knobs.runtime.interpret
 
+_SIZES = ("num_rows", "max_splits")  # the per-step arguments that are ints
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 # Shared memory of a block from which the deep pipelines fit: A100 (164 KiB), H100, B200. Below it
 # are consumer cards (100 KiB) and AMD (64 KiB).
 _LARGE_SHARED_BYTES = 160 * 1024
+
+
+def step_kernel(*per_step: str) -> Callable[[Any], Any]:
+    """`triton.jit` for a kernel whose arguments `per_step` differ from step to step.
+
+    They are views into a step's one upload, whose alignment changes, or its sizes. A kernel that
+    is specialized on them would be compiled anew, for seconds, in the middle of serving.
+    """
+    decorate: Callable[[Any], Any] = triton.jit(
+        do_not_specialize=[name for name in per_step if name in _SIZES],
+        do_not_specialize_on_alignment=[name for name in per_step if name not in _SIZES],
+    )
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +66,7 @@ def register(
     """
     name = _library.define(schema)
     _library.impl(name, function, "CUDA")
-    if INTERPRETED:
-        _library.impl(name, function, "CPU")
+    _library.impl(name, function, "CPU")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return overload

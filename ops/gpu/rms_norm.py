@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.gpu.library import register
+from ops.gpu.library import register, step_kernel
 
 _TILE = 2048  # elements of a tile: a row of a hidden size, or several heads of a q or k norm
 
 
-@triton.jit
+@step_kernel("num_rows")
 def _rms_norm_kernel(
     x, residual, weight, out, num_rows, inner, eps,
     x_stride_outer, x_stride_inner, residual_stride, dim,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from ops.gpu.library import register
+from ops.gpu.library import register, step_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ def _turn(
     tl.store(second, (b * cos + a * sin).to(x.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@step_kernel("positions")
 def _rotary_kernel(
     q, k, positions, rope, q_heads, k_heads,
     q_stride_t, q_stride_h, k_stride_t, k_stride_h, rope_stride,

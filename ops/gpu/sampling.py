@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.gpu.library import register
+from ops.gpu.library import register, step_kernel
 
 if TYPE_CHECKING:
     from ops.op_set import SamplingTensors
@@ -36,7 +36,7 @@ def _block(vocab_size: int) -> int:
     return min(_MAX_BLOCK, max(64, 1 << (vocab_size - 1).bit_length()))
 
 
-@triton.jit
+@step_kernel("rows", "tokens", "values")
 def _add_bias_kernel(logits, rows, tokens, values, stride):
     """Adds one (row, token, value); equal pairs add up. Grid (N,)."""
     i = tl.program_id(0)
@@ -44,14 +44,14 @@ def _add_bias_kernel(logits, rows, tokens, values, stride):
     tl.atomic_add(at, tl.load(values + i))
 
 
-@triton.jit
+@step_kernel("rows", "tokens")
 def _ban_kernel(logits, rows, tokens, stride):
     """Sets one (row, token) to -inf. Grid (N,)."""
     i = tl.program_id(0)
     tl.store(logits + tl.load(rows + i) * stride + tl.load(tokens + i), float("-inf"))
 
 
-@triton.jit
+@step_kernel("state_rows", "repetition", "presence", "frequency")
 def _penalty_kernel(
     logits, state_rows, repetition, presence, frequency, prompt_mask, output_counts,
     vocab_size, stride, prompt_stride, count_stride, BLOCK: tl.constexpr,
@@ -75,7 +75,7 @@ def _penalty_kernel(
     tl.store(at, x - penalty, mask=live)
 
 
-@triton.jit
+@step_kernel("mask_rows", "mask_bits")
 def _mask_kernel(logits, mask_rows, mask_bits, vocab_size, stride, BLOCK: tl.constexpr):
     """-inf where the grammar's bit is 0; mask_bits [M, cdiv(V, 32)]. Grid (M, cdiv(V, BLOCK))."""
     i = tl.program_id(0).to(tl.int64)
@@ -200,7 +200,7 @@ def _threshold(row_logits, vocab_size, temperature, top, top_k, top_p, BLOCK: tl
 
 @triton.jit
 def _gumbel(bits):
-    """-log(-log(u)) for u = (b + 0.5) / 2**24, b the upper 24 bits of a random word."""
+    """-log(-log(u)) for u = (b + 0.5) / 2**23, b the upper 23 bits of a random word."""
     uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -tl.log(-tl.log(uniform))
 
@@ -273,7 +273,7 @@ def _draw(
     return tl.where(largest == float("-inf"), fallback, chosen)
 
 
-@triton.jit
+@step_kernel("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions", "state_rows")
 def _sample_kernel(
     logits, out, temperatures, top_ks, top_ps, min_ps, seeds, positions,
     state_rows, output_counts, vocab_size, stride, count_stride,

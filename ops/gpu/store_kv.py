@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from ops.gpu.library import register
+from ops.gpu.library import register, step_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@triton.jit
+@step_kernel("slots")
 def _store_kv_kernel(
     k, v, k_pool, v_pool, slots,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h,

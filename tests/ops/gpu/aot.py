@@ -1,0 +1,263 @@
+"""Ahead-of-time compilation of the GPU kernels, as they are launched, on a machine without a GPU.
+
+The ops are called on CPU tensors with the launch replaced by a recorder, so what is compiled is
+what the op would launch: types, constants, divisibility, warps and stages. Run as a script it
+compiles the launches of the cases named (all of them without a name) for every target, and prints
+one JSON line per kernel and target:
+
+    python tests/ops/gpu/aot.py extend_d128_g4 decode_d128_g4
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from ops.gpu import (
+    activation,
+    decode_attention,
+    extend_attention,
+    rms_norm,
+    rotary,
+    sampling,
+    store_kv,
+)
+from ops.op_set import AttentionBatch, AttentionSpec, Penalties, SamplingTensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel needs on one target; spills are bytes of stack (NVIDIA) or registers (AMD)."""
+
+    kernel: str
+    target: str
+    registers: int
+    shared_bytes: int
+    spills: int
+    wgmma: bool
+    approximate_log: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    function: JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def record_launches(call: Callable[[], Any]) -> list[Launch]:
+    """The kernels that `call` would launch, none of which runs."""
+    launches = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {k: kwargs.pop(k) for k in ("num_warps", "num_stages") if k in kwargs}
+        launches.append(
+            Launch(self, dict(zip(self.arg_names, args, strict=False)) | kwargs, options)
+        )
+
+    original = JITFunction.run
+    JITFunction.run = run
+    try:
+        call()
+    finally:
+        JITFunction.run = original
+    return launches
+
+
+def source_of(launch: Launch) -> ASTSource:
+    """The launch as a source for the compiler, specialized as the launcher would."""
+    signature, constants, attributes = {}, {}, {}
+    params = launch.function.params
+    constexprs = {p.name for p in params if p.is_constexpr}
+    for index, name in enumerate(launch.function.arg_names):
+        value = launch.arguments[name]
+        if (
+            name in constexprs
+            or value is None
+            or (type(value) is int and value == 1 and not params[index].do_not_specialize)
+        ):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name], aligned = POINTERS[value.dtype], value.data_ptr() % 16 == 0
+        elif isinstance(value, float):
+            signature[name], aligned = "fp32", False
+        else:
+            signature[name], aligned = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
+        fixed = params[index].do_not_specialize or params[index].do_not_specialize_on_alignment
+        if aligned and not fixed:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.function, signature, constants, attributes)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+def _resources(compiled: Any, target: str) -> tuple[int, int]:
+    """(registers, spills) of a compiled kernel."""
+    if target.startswith("gfx"):
+        assembly = compiled.asm["amdgcn"]
+        spills = _number(r"\.vgpr_spill_count:\s*(\d+)", assembly)
+        spills += _number(r"\.sgpr_spill_count:\s*(\d+)", assembly)
+        return _number(r"\.vgpr_count:\s*(\d+)", assembly), spills
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    return _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage)
+
+
+def compile_launch(launch: Launch, target: str) -> Compiled:
+    compiled = triton.compile(
+        source_of(launch), target=TARGETS[target], options=dict(launch.options)
+    )
+    registers, spills = _resources(compiled, target)
+    ptx = compiled.asm.get("ptx", "")
+    return Compiled(
+        kernel=launch.function.__name__,
+        target=target,
+        registers=registers,
+        shared_bytes=compiled.metadata.shared,
+        spills=spills,
+        wgmma="wgmma" in ptx,
+        approximate_log="lg2.approx" in ptx,
+    )
+
+
+def _attention(
+    op: Callable[..., Any], head_dim: int, group: int, *, tokens: int, dtype: torch.dtype,
+    page_size: int = 16, window: int = 0, soft_cap: float = 0.0, sinks: bool = False,
+) -> None:  # fmt: skip
+    """Calls an attention op on tensors of a model with two KV heads and one batch row."""
+    heads = 2 * group
+    pools = [torch.empty(64 * page_size, 2, head_dim, dtype=dtype) for _ in range(2)]
+    batch = AttentionBatch(
+        block_table=torch.zeros(16, 64, dtype=torch.int32),
+        rows=torch.zeros(1, dtype=torch.int32),
+        qo_indptr=torch.tensor([0, tokens], dtype=torch.int32),
+        kv_lens=torch.full((1,), tokens, dtype=torch.int32),
+        page_size=page_size,
+        max_q_len=tokens,
+        max_kv_len=4096,
+    )
+    spec = AttentionSpec(0.125, window, soft_cap, torch.zeros(heads) if sinks else None)
+    op(torch.empty(tokens, heads, head_dim, dtype=dtype), *pools, batch, spec)
+
+
+def _sampling(*, greedy: bool, filtered: bool, extras: bool) -> None:
+    vocab, rows = 151_936, 4
+    ids = torch.zeros(2, dtype=torch.int64)
+    scalars = torch.ones(rows)
+    s = SamplingTensors(
+        scalars, scalars.int(), scalars, scalars, scalars.long(), scalars.long(), greedy, filtered
+    )
+    if extras:
+        state = torch.zeros(rows, dtype=torch.int32)
+        s.bias, s.banned = (ids, ids, torch.zeros(2)), (ids, ids)
+        s.mask_rows, s.mask_bits = ids, torch.zeros(2, (vocab + 31) // 32, dtype=torch.int32)
+        s.penalties = Penalties(
+            state, scalars, scalars, scalars,
+            torch.zeros(8, vocab, dtype=torch.bool), torch.zeros(8, vocab, dtype=torch.int32),
+        )  # fmt: skip
+    sampling.sample(torch.empty(rows, vocab), s)
+
+
+def _elementwise(dtype: torch.dtype) -> None:
+    """Every op beside attention and sampling, at the shapes of an 8B Llama."""
+    x = torch.empty(4, 4096, dtype=dtype)
+    qkv = torch.empty(4, 48, 128, dtype=dtype)
+    weight = torch.empty(4096, dtype=dtype)
+    pool = torch.empty(64, 8, 128, dtype=dtype)
+    rms_norm.rms_norm(x, weight, 1e-5)
+    rms_norm.add_rms_norm(x, x.clone(), weight, 1e-5)
+    rms_norm.rms_norm(qkv[:, :32], weight[:128], 1e-5)
+    for interleaved in (False, True):
+        rotary.rotary(
+            qkv[:, :32], qkv[:, 32:40], torch.zeros(4, dtype=torch.int64), torch.empty(8, 128),
+            interleaved=interleaved,
+        )  # fmt: skip
+    store_kv.store_kv(qkv[:, 32:40], qkv[:, 40:], pool, pool, torch.zeros(4, dtype=torch.int64))
+    activation.silu_and_mul(x)
+    activation.gelu_and_mul(x, tanh=True)
+    activation.gelu_and_mul(x, tanh=False)
+
+
+_EXTEND = extend_attention.extend_attention
+_DECODE = decode_attention.decode_attention
+_BF16, _FP16 = torch.bfloat16, torch.float16
+
+# Pairwise over head dimension, group, feature, type and tile; each is a shape that is launched.
+CASES: dict[str, Callable[[], None]] = {
+    "extend_d64_g3": lambda: _attention(_EXTEND, 64, 3, tokens=300, dtype=_BF16, page_size=1),
+    "extend_d80_sinks": lambda: _attention(_EXTEND, 80, 1, tokens=300, dtype=_FP16, sinks=True),
+    "extend_d96_cap": lambda: _attention(_EXTEND, 96, 8, tokens=300, dtype=_BF16, soft_cap=30.0),
+    "extend_d128_g4": lambda: _attention(_EXTEND, 128, 4, tokens=300, dtype=_BF16),
+    "extend_d128_window": lambda: _attention(_EXTEND, 128, 8, tokens=300, dtype=_FP16, window=128),
+    "extend_d256_cap": lambda: _attention(_EXTEND, 256, 2, tokens=300, dtype=_BF16, soft_cap=50.0),
+    "extend_short_d128": lambda: _attention(_EXTEND, 128, 4, tokens=1, dtype=_BF16),
+    "extend_short_d256": lambda: _attention(_EXTEND, 256, 4, tokens=1, dtype=_BF16, window=99),
+    "decode_d64_g3": lambda: _attention(_DECODE, 64, 3, tokens=1, dtype=_BF16, page_size=1),
+    "decode_d80_sinks": lambda: _attention(_DECODE, 80, 1, tokens=1, dtype=_FP16, sinks=True),
+    "decode_d128_g4": lambda: _attention(_DECODE, 128, 4, tokens=1, dtype=_BF16),
+    "decode_d128_window": lambda: _attention(_DECODE, 128, 8, tokens=1, dtype=_BF16, window=128),
+    "decode_d256_cap": lambda: _attention(_DECODE, 256, 24, tokens=1, dtype=_BF16, soft_cap=50.0),
+    "elementwise_bf16": lambda: _elementwise(_BF16),
+    "sample_greedy": lambda: _sampling(greedy=True, filtered=False, extras=False),
+    "sample_plain": lambda: _sampling(greedy=False, filtered=False, extras=False),
+    "sample_filtered": lambda: _sampling(greedy=False, filtered=True, extras=True),
+}  # fmt: skip
+
+
+def main(cases: list[str]) -> None:
+    for case in cases or list(CASES):
+        for target in TARGETS:
+            # Tiles are chosen by the device: consumer and AMD chips have less shared memory.
+            for module in (extend_attention, decode_attention):
+                module.has_large_shared_memory = lambda _, t=target: not t.startswith("gfx")
+            for launch in record_launches(CASES[case]):
+                result = asdict(compile_launch(launch, target))
+                print(json.dumps({"case": case} | result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
