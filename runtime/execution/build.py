@@ -13,6 +13,7 @@ from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.errors import ConfigError
+from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import DTYPES, Device, open_device
 from runtime.execution.kv_pool import bytes_per_token
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from runtime.models.family import Family
 
 CPU_TOTAL_TOKENS = 32768
-# Left of a GPU's budget for activations, logits and workspaces.
-_ACTIVATION_BYTES = 1 << 30
+_MIN_TOTAL_TOKENS = 1024  # a GPU with room for less is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,7 @@ def build_runner(
         context_length=context_length,
     )
     runner = ModelRunner(device, decoder, sizes, eos_token_ids=info.eos_token_ids)
+    runner.graphs = _capture_graphs(runner, config, progress)
     return runner, info
 
 
@@ -155,12 +156,32 @@ def _total_tokens(config: RunnerConfig, device: Device, spec: DecoderSpec, page_
 def _tokens_that_fit(config: RunnerConfig, device: Device, spec: DecoderSpec) -> int:
     assert device.memory_budget_bytes is not None
     used = device.used_bytes()
-    left = device.memory_budget_bytes - used - _ACTIVATION_BYTES
+    left = max(0, device.memory_budget_bytes - used)
     per_token = bytes_per_token(spec, device.dtype)
-    if left < per_token * 1024:
+    if left < per_token * _MIN_TOTAL_TOKENS:
         raise ConfigError(
-            f"mem_fraction_static {config.mem_fraction_static}: {device.memory_budget_bytes:,}"
-            f" bytes for weights and KV, of which weights take {used:,} and activations"
-            f" {_ACTIVATION_BYTES:,}; {max(left, 0):,} are left for KV at {per_token:,} a token"
+            f"mem_fraction_static {config.mem_fraction_static}: of the GPU's memory that is"
+            f" {device.memory_budget_bytes:,} bytes, {used:,} are taken (weights and whatever else"
+            f" is on the GPU), {left:,} are left for KV; {_MIN_TOTAL_TOKENS} tokens of"
+            f" {per_token:,} bytes are the least. The rest of the memory is for activations and"
+            " captured graphs"
         )
     return left // per_token
+
+
+def _capture_graphs(
+    runner: ModelRunner, config: RunnerConfig, progress: Callable[[str], None]
+) -> CudaGraphRunner | None:
+    """The runner's decode steps up to `cuda_graph_max_bs` rows; None where there are none."""
+    largest = min(config.cuda_graph_max_bs, runner.sizes.rows)
+    if not runner.device.graphs or largest < 1:
+        return None
+    device = runner.device.torch_device
+    return CudaGraphRunner(
+        CudaRecorder(device),
+        runner.decode_logits,
+        graph_sizes(largest),
+        runner.sizes.context_length,
+        device,
+        progress,
+    )

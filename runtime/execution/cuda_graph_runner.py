@@ -14,6 +14,7 @@ torch's CUDA graphs, `EagerRecorder` runs the same closure over the same buffers
 from __future__ import annotations
 
 import bisect
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -118,7 +119,7 @@ class CudaGraphRunner:
                 progress(f"capturing decode steps of {size} rows")
                 rows, kv_lens = self.rows[:size], self.kv_lens[:size]
                 self._replays[size] = recorder.record(
-                    lambda rows=rows, kv_lens=kv_lens: decode_logits(rows, kv_lens, max_kv_len)
+                    partial(decode_logits, rows, kv_lens, max_kv_len)
                 )
 
     def padded_size(self, rows: int) -> int | None:

@@ -108,8 +108,12 @@ class Device:
         return host.copy_(tensor, non_blocking=True)
 
     def used_bytes(self) -> int:
-        """Device memory that this process has taken so far."""
-        return torch.cuda.memory_reserved(self.torch_device) if self.queued else 0
+        """Device memory that is taken, measured: by this process, by its context, by others."""
+        if not self.queued:
+            return 0
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free
 
 
 def open_device(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
