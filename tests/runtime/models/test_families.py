@@ -1,0 +1,86 @@
+"""Every family against transformers in float32: whole prompts, chunks, decoding, cached prefixes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.runtime.models.tiny_models import (
+    Probe,
+    expected_logits,
+    make_model,
+    open_runner,
+    random_tokens,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-biases-tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12},
+    ),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("mistral", {"sliding_window": 8}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
+    "phi3-window": ("phi3", {"sliding_window": 8}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma3": ("gemma3_text", {**GEMMA, "num_hidden_layers": 7}),
+    "smollm3": ("smollm3", {}),
+    "smollm3-windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    model_type, special = FAMILIES[name]
+    model = make_model(tmp_path, model_type, **special)
+    runner = open_runner(tmp_path)
+    tokens, other = random_tokens(43, seed=1), random_tokens(31, seed=2)
+    other[:20] = tokens[:20]
+    want, want_other = expected_logits(model, tokens), expected_logits(model, other)
+    assert want.abs().max() > 1  # so that the tolerance means something
+
+    def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(got, expected, atol=5e-5, rtol=5e-5)
+
+    probe = Probe(runner)
+    # Row 1 at once; row 2 in chunks that end inside pages, beside row 1's decoding; row 3 behind
+    # the cached prefix of row 1.
+    (whole,) = probe.step({1: (0, tokens[:39])})
+    close(whole, want[:39])
+    first, decoded = probe.step({2: (0, tokens[:17]), 1: (39, tokens[39:40])})
+    close(first, want[:17])
+    close(decoded, want[39:40])
+    second, decoded = probe.step({2: (17, tokens[17:18]), 1: (40, tokens[40:41])})
+    close(second, want[17:18])
+    close(decoded, want[40:41])
+    probe.share(3, source=1, tokens=20)
+    third, cached, decoded = probe.step(
+        {2: (18, tokens[18:]), 3: (20, other[20:]), 1: (41, tokens[41:42])}
+    )
+    close(third, want[18:])
+    close(cached, want_other[20:])
+    close(decoded, want[41:42])
+    runner.close()
