@@ -75,10 +75,10 @@ def offline() -> list[Arrival]:
 
 
 def long_prompts_beside_chats() -> list[Arrival]:
-    """Chats that stream, and every second on average a prompt of 16,000 to 32,000 tokens."""
+    """Chats that stream, and every other second on average a prompt of 16,000 to 32,000 tokens."""
     chats = Workload(requests=600, rate=10.0, input_tokens=(100, 1024), output_tokens=(200, 600))
     long = Workload(
-        requests=60, rate=1.0, input_tokens=(16_000, 32_000), output_tokens=(50, 200), seed=1
+        requests=30, rate=0.5, input_tokens=(16_000, 32_000), output_tokens=(50, 200), seed=1
     )
     for index, arrival in enumerate(prompts := long.arrivals()):
         arrival.request_id = f"long{index}"
