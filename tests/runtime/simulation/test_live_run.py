@@ -82,7 +82,7 @@ def test_arrivals_are_read_back(live: tuple[Trace, LiveRun]) -> None:
         if made.abort_after_s is None:
             assert read.output_tokens == made.output_tokens
         else:
-            assert read.abort_after_s == pytest.approx(made.abort_after_s, abs=0.05)
+            assert read.abort_after_s == pytest.approx(made.abort_after_s, abs=0.1)
 
 
 def test_costs_are_fitted_from_the_trace(live: tuple[Trace, LiveRun]) -> None:
