@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.config import RunnerConfig, SchedulerConfig, option
 from runtime.errors import ConfigError
 
-CACHE_VARIABLE = "LOOMSERVE_CACHE"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -201,15 +201,11 @@ def make_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Server
             if item.name in values:
                 parts[record][item.name] = _checked(item, values[item.name])
     runner = parts[RunnerConfig]
-    runner.setdefault("cache_dir", environ.get(CACHE_VARIABLE) or _default_cache_dir())
+    runner.setdefault("cache_dir", str(resolve_cache_dir(None, environ)))
     scheduler = parts[SchedulerConfig]
     # Made only to be checked: the launcher adds the model's figures to the same options.
     SchedulerConfig(capacity_tokens=2**31, context_length=2**30, **scheduler)
     return ServerConfig(runner=RunnerConfig(**runner), scheduler=scheduler, **parts[ServerConfig])
-
-
-def _default_cache_dir() -> str:
-    return str(Path("~/.cache/loomserve").expanduser())
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

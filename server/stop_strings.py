@@ -24,7 +24,6 @@ class StopRules:
     """What ends a text. Built once per request, shared by its choices."""
 
     strings: tuple[str, ...] = ()
-    prefixes: tuple[str, ...] = ()  # every proper prefix of every string
     expressions: tuple[regex.Pattern[str], ...] = ()
     include_in_output: bool = False
 
@@ -51,8 +50,7 @@ def compile_stops(
         except (regex.error, TimeoutError) as error:
             raise InvalidRequest(f"stop_regex {source!r}: {error}", param="stop_regex") from None
         compiled.append(pattern)
-    prefixes = {text[:end] for text in strings for end in range(1, len(text))}
-    return StopRules(strings, tuple(sorted(prefixes)), tuple(compiled), include_in_output)
+    return StopRules(strings, tuple(compiled), include_in_output)
 
 
 class StopScanner:
@@ -103,8 +101,12 @@ class StopScanner:
     def _first_undecided(self, buffer: str) -> int:
         """Index from which the buffer may be the beginning of a stop."""
         keep = len(buffer)
-        if buffer.endswith(self._rules.prefixes):
-            keep -= max(len(p) for p in self._rules.prefixes if buffer.endswith(p))
+        for stop in self._rules.strings:
+            start = buffer.find(stop[0], max(0, len(buffer) - len(stop) + 1))
+            while 0 <= start < keep and not stop.startswith(buffer[start:]):
+                start = buffer.find(stop[0], start + 1)
+            if start >= 0:
+                keep = min(keep, start)
         for pattern in self._rules.expressions:
             span = self._search(pattern, buffer, partial=True)
             if span is not None:

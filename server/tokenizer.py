@@ -11,7 +11,6 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -27,6 +26,7 @@ from server.detokenizer import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from server.chat_template import Message
 
@@ -43,6 +43,10 @@ class Tokenizer:
         backend: the library's object.
         chat_template: None where the model has none.
         eos_token_ids: ids that end a sequence (generation config, model config, tokenizer).
+
+    Attributes:
+        vocab_size: one more than the largest id. longest_token: characters of the longest.
+        special_ids: ids of special tokens, which answers do not show.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class Tokenizer:
         self.chat_template = chat_template
         self.eos_token_ids = eos_token_ids
         self.bos_token_id = bos_token_id
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=1)  # characters
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = {token.content: i for i, token in added.items()}
@@ -82,8 +88,9 @@ class Tokenizer:
         template = ChatTemplate(sources, special) if sources else None
         eos = set(_config_ids(folder))
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
-        if ids.get("eos_token") is not None:
-            eos.add(ids["eos_token"])
+        eos_id = ids.get("eos_token")
+        if eos_id is not None:
+            eos.add(eos_id)
         return cls(
             backend,
             chat_template=template,
@@ -163,10 +170,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; special tokens' are their names."""
         if self._kind == "bytes":
-            return self._bytes[token_id]
+            return bytes(self._bytes[token_id])
         if self._kind == "pieces":
             piece = self._pieces[token_id]
-            return bytes([piece]) if isinstance(piece, int) else piece.encode()
+            return bytes([piece]) if isinstance(piece, int) else str(piece).encode()
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def special_id(self, text: str) -> int | None:

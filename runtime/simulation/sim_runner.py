@@ -196,7 +196,7 @@ class _SimStep:
 
 def _allowed(words: memoryview, token: int, vocab_size: int) -> int:
     """The token where its bit is set, else the first one whose bit is."""
-    for candidate in (token, *range(vocab_size)):
-        if words[candidate // 32] >> (candidate % 32) & 1:
-            return candidate
+    for candidate in [token, *range(vocab_size)]:
+        if int(words[candidate // 32]) >> (candidate % 32) & 1:
+            return int(candidate)
     raise ValueError("a mask allows no token")

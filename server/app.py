@@ -1,0 +1,168 @@
+"""The aiohttp application: routes, and the middlewares every request passes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+import orjson
+from aiohttp import web
+
+from server.completions import chat_completions, completions
+from server.http_errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
+from server.native_api import NATIVE_ROUTES
+from server.service import REQUEST_ID, SERVICE, Service, json_response
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = logging.getLogger("loomserve.http")
+access = logging.getLogger("loomserve.access")
+
+# Probes and scrapers carry no key, and must be answered while the server drains.
+OPEN_PATHS = ("/health", "/metrics")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_CORS_HEADERS = {
+    "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+    "Access-Control-Allow-Headers": "*, Authorization",
+    "Access-Control-Max-Age": "600",
+}
+
+
+def make_app(service: Service) -> web.Application:
+    """The application around a service whose engine is running."""
+    app = web.Application(
+        middlewares=[observe, errors, guard], client_max_size=service.config.max_body_bytes
+    )
+    app[SERVICE] = service
+    app.on_response_prepare.append(add_headers)
+    app.add_routes(
+        [
+            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions),
+            *NATIVE_ROUTES,
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives the request its id, watches its connection, and writes the access log."""
+    service = request.app[SERVICE]
+    given = request.headers.get("X-Request-Id", "")
+    request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    service.connections.busy(request.transport)
+    started = time.perf_counter()
+    status = 499  # the client left before there was a status
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        service.connections.idle(request.transport)
+        if service.config.access_log:
+            access.info("%s", _access_line(request, status, time.perf_counter() - started))
+
+
+def _access_line(request: web.Request, status: int, seconds: float) -> str:
+    """One line of JSON; neither bodies nor query strings nor keys."""
+    line = {
+        "time": round(time.time(), 3),
+        "request_id": request[REQUEST_ID],
+        "remote": request.remote,
+        "method": request.method,
+        "path": request.path,
+        "status": status,
+        "seconds": round(seconds, 4),
+    }
+    return orjson.dumps(line).decode()
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns every exception into an OpenAI error body."""
+    try:
+        return await handler(request)
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except web.HTTPException as error:
+        answer = error_answer(error)
+        if answer is None:  # a redirect or the like is an answer, not an error
+            raise
+    except Exception as error:
+        answer = error_answer(error)
+        if answer is None:
+            log.exception("%s %s failed", request.method, request.path)
+            answer = internal_error()
+    return _error_response(request, answer)
+
+
+def _error_response(request: web.Request, answer: ErrorAnswer) -> web.Response:
+    request.app[SERVICE].metrics.refused(answer.status)
+    response = json_response(answer.body, answer.status)
+    response.headers.update(answer.headers)
+    return response
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Preflights, keys, and refusals while the server drains; a body must come in time."""
+    service = request.app[SERVICE]
+    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+        return web.Response(status=204)
+    if request.path not in OPEN_PATHS:
+        _check_key(request, service.config.api_key)
+        if service.draining and request.method == "POST":
+            raise Draining("the server is shutting down and takes no new requests")
+    if request.can_read_body:
+        try:
+            async with asyncio.timeout(service.config.body_timeout):
+                await request.read()  # kept by aiohttp for the handler
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(
+                text=f"the body did not arrive within {service.config.body_timeout:g} s"
+            ) from None
+    return await handler(request)
+
+
+def _check_key(request: web.Request, key: str | None) -> None:
+    """Raises: Unauthorized. Compares digests, so the time taken tells nothing of the key."""
+    if key is None:
+        return
+    given = request.headers.get("X-Api-Key")
+    if given is None:
+        scheme, _, rest = request.headers.get("Authorization", "").partition(" ")
+        given = rest.strip() if scheme.lower() == "bearer" else None
+    if given is None:
+        raise Unauthorized("no API key was given; send it as Authorization: Bearer KEY")
+    wanted = hashlib.sha256(key.encode()).digest()
+    if not hmac.compare_digest(hashlib.sha256(given.encode("utf-8", "replace")).digest(), wanted):
+        raise Unauthorized("the API key is wrong")
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Headers of every answer, streams included: the request's id, and CORS where it is on."""
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    origins = request.app[SERVICE].config.cors_allow_origins
+    origin = request.headers.get("Origin")
+    if not origins or origin is None:
+        return
+    allowed = [one.strip() for one in origins.split(",")]
+    if "*" in allowed:
+        response.headers["Access-Control-Allow-Origin"] = "*"
+    elif origin in allowed:
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Vary"] = "Origin"
+    else:
+        return
+    response.headers.update(_CORS_HEADERS)
+    response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"

@@ -1,0 +1,36 @@
+"""From a chat request to what is generated for it and how the text is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from server.answers import MessageParser, PlainContent
+from server.openai_protocol import GenerationParams, parse_chat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from server.service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A chat request, ready to be generated.
+
+    Args: new_parser: makes the parser of one choice's text.
+    """
+
+    prompt_ids: list[int]
+    params: GenerationParams
+    new_parser: Callable[[], MessageParser] = PlainContent
+
+
+async def plan_chat(body: Any, service: Service) -> ChatPlan:
+    """Reads a chat request and renders its prompt.
+
+    Raises: InvalidRequest, ModelNotFound.
+    """
+    wish = parse_chat(body, service.limits)
+    prompt_ids = await service.tokenizer.encode_chat(wish.messages, **wish.render)
+    return ChatPlan(prompt_ids, wish.params)

@@ -1,0 +1,119 @@
+"""/v1/completions and /v1/chat/completions, streamed and whole: thin forms of the core."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from server.answers import ChatAnswer, CompletionAnswer
+from server.chat_plan import plan_chat
+from server.http_errors import error_answer, internal_error
+from server.openai_protocol import parse_completion
+from server.service import REQUEST_ID, SERVICE, json_response, new_id, read_json
+from server.sse import DONE, EventStream, SlowReader, event
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from aiohttp import web
+
+    from server.generation import Generation, Generator
+    from server.openai_protocol import CompletionRequest
+    from server.request_stream import Delta
+
+
+class Answer(Protocol):
+    """What turns a generation's deltas into an endpoint's bytes."""
+
+    def events(self, delta: Delta) -> bytes: ...
+
+    def usage_event(self) -> bytes: ...
+
+    async def whole(self) -> dict[str, Any]: ...
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions."""
+    service = request.app[SERVICE]
+    wish = parse_completion(await read_json(request), service.limits)
+    prompts = await encode_prompts(wish, service.generator)
+    request_id = new_id("cmpl")
+    texts = [""] * len(prompts)
+    if wish.params.echo:
+        texts = [
+            given if isinstance(given, str) else service.tokenizer.decode(given)
+            for given in wish.prompts
+        ]
+    with service.generator.start(
+        prompts, wish.params, request_id, request[REQUEST_ID]
+    ) as generation:
+        answer = CompletionAnswer(
+            request_id,
+            int(time.time()),
+            service.limits.model,
+            generation,
+            service.tokenizer,
+            texts,
+        )
+        return await send(request, generation, answer)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions."""
+    service = request.app[SERVICE]
+    plan = await plan_chat(await read_json(request), service)
+    request_id = new_id("chatcmpl")
+    with service.generator.start(
+        [plan.prompt_ids], plan.params, request_id, request[REQUEST_ID]
+    ) as generation:
+        answer = ChatAnswer(
+            request_id,
+            int(time.time()),
+            service.limits.model,
+            generation,
+            service.tokenizer,
+            plan.new_parser,
+        )
+        return await send(request, generation, answer)
+
+
+async def encode_prompts(wish: CompletionRequest, generator: Generator) -> list[list[int]]:
+    """The token ids of every prompt; an empty text becomes the model's BOS where it has one."""
+    found = []
+    for prompt in wish.prompts:
+        ids = prompt
+        if isinstance(ids, str):
+            ids = await generator.encode(ids, add_special_tokens=wish.add_special_tokens)
+            if not ids and generator.tokenizer.bos_token_id is not None:
+                ids = [generator.tokenizer.bos_token_id]
+        found.append(ids)
+    return found
+
+
+async def send(request: web.Request, generation: Generation, answer: Answer) -> web.StreamResponse:
+    """Answers with a body, or with events as they come."""
+    if not generation.params.stream:
+        return json_response(await answer.whole())
+    out = EventStream(request, request.app[SERVICE].config.slow_reader_timeout)
+    try:
+        async for delta in generation:
+            await out.send(answer.events(delta))
+        if generation.params.include_usage:
+            await out.send(answer.usage_event())
+        await out.send(DONE)
+    except (ConnectionError, SlowReader):
+        return out.response  # nobody is there to be told; leaving aborts what still runs
+    except Exception as error:
+        if not out.started:
+            raise
+        await out.send(_error_event(request, error))
+    return await out.end()
+
+
+def _error_event(request: web.Request, error: Exception) -> bytes:
+    """The last event of a stream that cannot go on: clients must not take it for complete."""
+    found = error_answer(error)
+    if found is None:
+        request.app.logger.error("a stream failed", exc_info=error)
+        found = internal_error()
+    return event(found.body)

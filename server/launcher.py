@@ -1,0 +1,269 @@
+"""Starts and stops the server: port, model, engine, app, signals, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import ssl
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+from aiohttp import web
+
+from runtime.config import SchedulerConfig
+from runtime.errors import ConfigError, LoomserveError
+from runtime.scheduling.scheduler import Scheduler
+from server.app import make_app
+from server.connections import Connections
+from server.engine import Engine
+from server.generation import Generator
+from server.metrics import Metrics
+from server.openai_protocol import ApiLimits
+from server.service import Service
+from server.sockets import base_url, listen
+from server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import socket
+    from typing import Any
+
+    from runtime.runner import Runner
+    from server.args import ServerConfig
+
+log = logging.getLogger("loomserve")
+
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+CPU_CHUNK_TOKENS = 128
+GPU_CHUNK_TOKENS = 8192
+# After the drain, what is cut off gets this long to send its last event.
+SHUTDOWN_SECONDS = 2.0
+
+
+def run(config: ServerConfig) -> int:
+    """Serves until told to stop. Returns the exit status: 0 after a drain, 1 if it cannot start."""
+    _set_up_logging(config)
+    signal.signal(signal.SIGTERM, _leave_while_starting)
+    started = time.perf_counter()
+    try:
+        sockets = listen(config.host, config.port)
+        context = _tls_context(config)
+        runner, tokenizer, scheduler_config, name = _load(config)
+    except LoomserveError as error:
+        print(f"loomserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    _progress(f"started in {time.perf_counter() - started:.1f} s")
+    # What was loaded stays for good; the collector need not walk it again and again.
+    gc.collect()
+    gc.freeze()
+    uvloop.run(serve(config, sockets, runner, tokenizer, scheduler_config, name, tls=context))
+    return 0
+
+
+def _leave_while_starting(number: int, frame: object) -> None:
+    raise SystemExit(0)
+
+
+def _progress(message: str) -> None:
+    print(f"loomserve: {message}", file=sys.stderr, flush=True)
+
+
+def _set_up_logging(config: ServerConfig) -> None:
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    access = logging.getLogger("loomserve.access")
+    access.propagate = False
+    access.setLevel(logging.INFO)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access.addHandler(handler)
+
+
+def _tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"ssl_certfile {config.ssl_certfile} with ssl_keyfile {config.ssl_keyfile}: {error}"
+        ) from None
+    return context
+
+
+def _load(config: ServerConfig) -> tuple[Runner, Tokenizer, SchedulerConfig, str]:
+    """Model and tokenizer, and what the scheduler is to know of them."""
+    from runtime.checkpoints.embedded import ensure_embedded_model
+    from runtime.checkpoints.model_folder import model_folder
+
+    assert config.runner.cache_dir is not None
+    cache_dir = Path(config.runner.cache_dir)
+    if config.runner.model is None:
+        path, name = ensure_embedded_model(cache_dir, _progress), EMBEDDED_NAME
+    else:
+        path = Path(config.runner.model).expanduser()
+        name = path.resolve().name.removesuffix(".gguf")
+    folder = model_folder(path, cache_dir, _progress)
+    template = Path(config.chat_template) if config.chat_template is not None else None
+    with ThreadPoolExecutor(1) as pool:
+        # Importing torch takes longer than the tokenizer, and lets other threads run.
+        loading = pool.submit(Tokenizer.load, folder, template)
+        from runtime.execution.build import build_runner
+
+        tokenizer = loading.result()
+    options = dict(config.scheduler)
+    defaults = SchedulerConfig(capacity_tokens=2**31, context_length=2**30, **options)
+    runner, info = build_runner(
+        config.runner,
+        page_size=defaults.page_size,
+        max_running_requests=defaults.max_running_requests,
+        tokenizer_size=tokenizer.vocab_size,
+        progress=_progress,
+    )
+    on_cpu = runner.info.details.get("device", "cpu").startswith("cpu")
+    options.setdefault("chunked_prefill_size", CPU_CHUNK_TOKENS if on_cpu else GPU_CHUNK_TOKENS)
+    scheduler_config = SchedulerConfig(
+        capacity_tokens=runner.info.max_total_tokens,
+        context_length=info.context_length,
+        eos_token_ids=info.eos_token_ids,
+        **options,
+    )
+    return runner, tokenizer, scheduler_config, config.served_model_name or name
+
+
+async def serve(
+    config: ServerConfig,
+    sockets: list[socket.socket],
+    runner: Runner,
+    tokenizer: Tokenizer,
+    scheduler_config: SchedulerConfig,
+    model_name: str,
+    *,
+    tls: ssl.SSLContext | None = None,
+) -> None:
+    """Answers on the sockets until SIGTERM or SIGINT, then drains."""
+    service = make_service(config, runner, tokenizer, scheduler_config, model_name)
+    service.engine.start()
+    app_runner = web.AppRunner(
+        make_app(service),
+        handler_cancellation=True,  # a client that leaves must free its slots
+        access_log=None,
+        keepalive_timeout=config.idle_timeout,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    await app_runner.setup()
+    stop = asyncio.Event()
+    _on_signals(stop)
+    loop = asyncio.get_running_loop()
+    assert app_runner.server is not None
+    factory = service.connections.guard(app_runner.server)
+    servers = [await loop.create_server(factory, sock=sock, ssl=tls) for sock in sockets]
+    _announce(base_url(sockets, tls=tls is not None), service)
+    await stop.wait()
+    await _drain(service)
+    for server in servers:
+        server.close()
+    await service.engine.stop()
+    await app_runner.cleanup()
+    tokenizer.close()
+    runner.close()
+
+
+def make_service(
+    config: ServerConfig,
+    runner: Runner,
+    tokenizer: Tokenizer,
+    scheduler_config: SchedulerConfig,
+    model_name: str,
+) -> Service:
+    """The parts of a server, put together; its engine is not started yet."""
+    scheduler = Scheduler(scheduler_config)
+    metrics = Metrics(model_name, scheduler.statistics)
+    engine = Engine(runner, scheduler, tokenizer, metrics, overlap=not config.disable_overlap)
+    limits = ApiLimits(
+        model=model_name,
+        vocab_size=min(runner.info.vocab_size, tokenizer.vocab_size),
+        context_length=scheduler_config.context_length,
+        max_logprobs=config.max_logprobs,
+        max_n=config.max_n,
+    )
+    generator = Generator(
+        engine,
+        tokenizer,
+        limits,
+        seed=config.runner.seed,
+        request_timeout_s=config.request_timeout,
+    )
+    connections = Connections(
+        most=config.max_connections,
+        header_timeout_s=config.header_timeout,
+        idle_timeout_s=config.idle_timeout,
+    )
+    metrics.connections = lambda: len(connections)
+    return Service(
+        config=config,
+        engine=engine,
+        tokenizer=tokenizer,
+        generator=generator,
+        metrics=metrics,
+        limits=limits,
+        connections=connections,
+        eos_token_ids=scheduler_config.eos_token_ids,
+    )
+
+
+def _on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and the first SIGINT begin the drain; a second SIGINT ends the process at once."""
+
+    def interrupted() -> None:
+        if stop.is_set():
+            os._exit(130)
+        _progress("finishing what runs; press Ctrl-C again to stop at once")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+
+
+async def _drain(service: Service) -> None:
+    """Takes nothing new and waits for what runs, as long as the option allows."""
+    service.draining = True
+    end = time.monotonic() + service.config.drain_timeout
+    # Polled: every way in which a generation ends would have to notify.
+    while service.generator.live and time.monotonic() < end:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    if service.generator.live:
+        log.warning("cutting off %d requests after the drain", len(service.generator.live))
+
+
+def _announce(url: str, service: Service) -> None:
+    """The ready line, and a command to try it with."""
+    body: dict[str, Any] = {"model": service.limits.model, "stream": True}
+    if service.tokenizer.chat_template is not None:
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
+    else:
+        path = "/v1/completions"
+        body |= {"prompt": "The capital of France is", "max_tokens": 32}
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if service.config.api_key else ""
+    insecure = " -k" if url.startswith("https") else ""
+    print(f"loomserve is ready on {url} with model {service.limits.model}. Try:\n")
+    print(
+        f"  curl -N{insecure} {url}{path}{key} -H 'Content-Type: application/json'"
+        f" -d '{json.dumps(body)}'\n",
+        flush=True,
+    )

@@ -1,0 +1,69 @@
+"""What handlers share: one record, reached through the app under a typed key."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from server.args import ServerConfig
+    from server.connections import Connections
+    from server.engine import Engine
+    from server.generation import Generator
+    from server.metrics import Metrics
+    from server.openai_protocol import ApiLimits
+    from server.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Service:
+    """The running server as its handlers see it.
+
+    Args:
+        eos_token_ids: ids by which the model ends.
+        draining: set once; from then on no new request is taken.
+    """
+
+    config: ServerConfig
+    engine: Engine
+    tokenizer: Tokenizer
+    generator: Generator
+    metrics: Metrics
+    limits: ApiLimits
+    connections: Connections
+    eos_token_ids: frozenset[int]
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+
+
+SERVICE = web.AppKey("service", Service)
+REQUEST_ID = web.RequestKey("request_id", str)  # the client's, or the server's
+
+
+def new_id(prefix: str) -> str:
+    """An id of the server's own making, such as chatcmpl-0f3a..."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+async def read_json(request: web.Request) -> Any:
+    """The body as JSON.
+
+    Raises: InvalidRequest: it is none. web.HTTPRequestEntityTooLarge: it is over the limit.
+    """
+    try:
+        return orjson.loads(await request.read())
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"body: is not valid JSON: {error}") from None
+
+
+def json_response(data: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(data), status=status, content_type="application/json", charset="utf-8"
+    )

@@ -1,0 +1,60 @@
+"""Taking the port: before anything slow is done, so that a taken one is told at once."""
+
+from __future__ import annotations
+
+import socket
+
+from runtime.errors import ConfigError
+
+BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets of every address that the host name has; port 0 takes a free one.
+
+    Raises: ConfigError: naming the address that cannot be used.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
+        )
+    except OSError as error:
+        raise ConfigError(f"host {host!r}: {error.strerror or error}") from None
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, proto, _, address in dict.fromkeys(found):
+            taken = sockets[0].getsockname()[1] if sockets else port
+            sockets.append(_listen(family, kind, proto, (address[0], taken, *address[2:])))
+    except OSError as error:
+        for one in sockets:
+            one.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}"
+        ) from None
+    return sockets
+
+
+def _listen(family: int, kind: int, proto: int, address: tuple[str | int, ...]) -> socket.socket:
+    sock = socket.socket(family, kind, proto)
+    try:
+        # A restart right after a stop finds old connections of the port still closing.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        # Listening at once: two sockets may share a bound address as long as neither listens.
+        # Clients that come while the model loads wait in the backlog.
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def base_url(sockets: list[socket.socket], *, tls: bool) -> str:
+    """An address that a client on this machine can use."""
+    host, port = sockets[0].getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

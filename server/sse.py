@@ -1,0 +1,68 @@
+"""Server-sent events: bytes of events, and the response that carries them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Proxies that buffer answers would hold every event back.
+    "X-Accel-Buffering": "no",
+}
+
+
+class SlowReader(ConnectionError):
+    """The client has left its answer unread for too long."""
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event whose data is a JSON object; a name for protocols that use them."""
+    head = b"data: " if name is None else b"event: " + name.encode() + b"\ndata: "
+    return head + orjson.dumps(data) + b"\n\n"
+
+
+class EventStream:
+    """A response of events. Headers go out with the first event, so that whatever fails before it
+    is still answered with a status of its own.
+
+    Args: timeout_s: how long a client may leave events unread.
+    """
+
+    def __init__(self, request: web.Request, timeout_s: float) -> None:
+        self._request = request
+        self._timeout_s = timeout_s
+        self.response = web.StreamResponse(headers=HEADERS)
+
+    @property
+    def started(self) -> bool:
+        return self.response.prepared
+
+    async def send(self, data: bytes) -> None:
+        """Writes events; waits only while the client's buffer is full.
+
+        Raises: SlowReader: it stayed full. ConnectionError: the client has gone.
+        """
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self.response.write(data)
+        except TimeoutError:
+            self._drop()
+            raise SlowReader(f"nothing was read for {self._timeout_s:g} s") from None
+
+    async def end(self) -> web.StreamResponse:
+        await self.response.write_eof()
+        return self.response
+
+    def _drop(self) -> None:
+        """Closes the connection at once: what is buffered will never be read."""
+        transport = self._request.transport
+        if transport is not None:
+            transport.abort()
