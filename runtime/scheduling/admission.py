@@ -2,83 +2,145 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from runtime.scheduling.chunk_sizer import ChunkLoad, make_chunk_sizer
+from runtime.scheduling.pending_prefixes import MAX_LEFT, PendingPrefixes
+from runtime.scheduling.preemption import choose_preempted
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
-from runtime.scheduling.request_record import record_of
+from runtime.scheduling.prefill_delayer import PrefillDelayer
+from runtime.scheduling.queue_order import QueueOrder
+from runtime.scheduling.request_record import prepare_prefill
 from runtime.scheduling.wait_clocks import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from runtime.config import SchedulerConfig
     from runtime.request import Request
-    from runtime.scheduling.kv_memory import KVMemory
+    from runtime.scheduling.lifecycle import Lifecycle
     from runtime.scheduling.prefill_adder import Admitted
-    from runtime.scheduling.wait_clocks import WaitClocks
-    from runtime.scheduling.waiting_queue import WaitingQueue
+
+
+@dataclass(slots=True)
+class PrefillRows:
+    """What a pass admitted.
+
+    Args:
+        rows: the pending chunk's next piece first.
+        chunked: the request whose prompt is not complete after this step.
+    """
+
+    rows: list[Admitted] = field(default_factory=list)
+    chunked: Request | None = None
 
 
 class Admission:
     """Walks the queue with the budgets of one step.
 
-    "Full" is never latched: a refusal holds only as long as nothing it rests on has changed
-    (`_refused_at`), and is kept as an observable with its reason.
+    "Full" is never latched: a refusal holds only as long as nothing that it rests on has changed,
+    and is kept as an observable with its reason.
+
+    Args:
+        life: queue, running list and pending chunk; changed by `build`.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, memory: KVMemory, queue: WaitingQueue, clocks: WaitClocks
-    ) -> None:
-        self.config = config
-        self._memory = memory
-        self._queue = queue
-        self._clocks = clocks
+    def __init__(self, config: SchedulerConfig, life: Lifecycle) -> None:
+        self._life = life
+        self._memory = life.memory
         self._refused_at: tuple[object, ...] | None = None
         self.reason = Reason.NONE  # why the last pass admitted no more
+        self.chunk_tokens: int | None = None
+        self.configure(config)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Takes new options; what was learned under the old ones is forgotten."""
+        self._config = config
+        self.sizer = make_chunk_sizer(config)
+        self._delayer = PrefillDelayer(config) if config.enable_prefill_delayer else None
+        self._order = QueueOrder(config, self._life.queue, self._memory)
+        self._refused_at = None
 
     @property
     def full(self) -> bool:
+        """Whether the last pass had to refuse somebody for want of slots or KV."""
         return self._refused_at is not None
 
-    def build(
-        self,
-        now: float,
-        running: Sequence[Request],
-        chunked: Request | None,
-        ratio: float,
-        *,
-        retracted: bool,
-    ) -> tuple[list[Admitted], Request | None]:
-        """The prefill rows of this pass and the request that stays cut after it.
+    # The pass
+
+    def build(self, now: float, ratio: float, *, retracted: bool) -> PrefillRows:
+        """The prefill rows of this pass. Admitted requests have left the queue, with a lock on
+        their prefix.
 
         Args:
-            running: rows that decode; they ride along when steps are mixed.
-            retracted: this pass has retracted, so nobody new is admitted.
+            ratio: the new-token ratio.
+            retracted: this pass has retracted rows, so nobody new is admitted.
         """
-        slots = self._free_slots(running, chunked, ratio, retracted=retracted)
-        if slots <= 0 and chunked is None:
-            return [], None
-        adder = PrefillAdder(
-            self.config, self._memory, self._load(running, ratio), self._chunk_tokens()
-        )
-        if chunked is not None:
-            adder.add_chunked(chunked)
-            if not adder.admitted:
-                self._clocks.single_out(chunked, Reason.KV_STEP)
-        if slots > 0:
-            self._admit_waiting(adder, slots, self._versions(ratio))
-        return adder.admitted, adder.chunked
+        chunked = self._life.chunked
+        slots = self._slots_to_fill(now, ratio, retracted=retracted)
+        built = PrefillRows(chunked=chunked)
+        if slots > 0 or chunked is not None:
+            adder = self._adder(ratio)
+            if chunked is not None:
+                adder.add_chunked(chunked)
+                if not adder.admitted:
+                    self._life.clocks.single_out(chunked, Reason.KV_STEP)
+            admitted = self._admit_waiting(adder, slots, now, ratio) if slots > 0 else []
+            built = PrefillRows(adder.admitted, adder.chunked)
+            for request in admitted:
+                self._life.admitted(request, now)
+            self._order.note_admitted(admitted, now)
+        if self._delayer is not None:
+            self._delayer.finalize(len(built.rows))
+        return built
 
-    def _free_slots(
-        self,
-        running: Sequence[Request],
-        chunked: Request | None,
-        ratio: float,
-        *,
-        retracted: bool,
-    ) -> int:
+    def preempted(self, now: float, ratio: float) -> list[Request]:
+        """Running requests that the first waiting one, kept out for want of slots or KV, may push
+        out, so that it then fits."""
+        life, config = self._life, self._config
+        admitted = life.running if life.chunked is None else [*life.running, life.chunked]
+        if config.disable_priority_preemption or not life.queue or not admitted:
+            return []
+        threshold = config.priority_preemption_threshold
+        highest = life.queue.highest_priority()
+        if highest - min([request.priority for request in admitted]) <= threshold:
+            return []
+        candidate = next(iter(self._candidates(now)))
+        slots_missing = 1 - self._free_slots()
+        tokens_missing = self._tokens_missing(candidate, ratio)
+        if slots_missing <= 0 and tokens_missing <= 0:
+            return []
+        mixed = 0 if config.disable_mixed_chunk else 1
+        adder = self._adder(ratio)
+        return choose_preempted(
+            candidate,
+            admitted,
+            self._memory,
+            threshold=threshold,
+            slots_missing=slots_missing,
+            tokens_missing=tokens_missing,
+            reserved={r.request_id: int(adder.forecast(r)) + mixed for r in life.running},
+        )
+
+    def _tokens_missing(self, candidate: Request, ratio: float) -> int:
+        """By how much the candidate's need exceeds what the forecast leaves; fits if <= 0."""
+        prepare_prefill(candidate)
+        adder = self._adder(ratio)
+        if self._life.chunked is not None:
+            adder.add_chunked(self._life.chunked)
+        match = self._memory.match(candidate)
+        # Locked for the test: a prefix that only the cache holds is no room for the rest.
+        self._memory.lock(match.node)
+        missing = adder.need(candidate, match) - adder.rem_total + 1
+        self._memory.unlock(match.node)
+        return missing
+
+    # How many
+
+    def _slots_to_fill(self, now: float, ratio: float, *, retracted: bool) -> int:
         """Requests that may be admitted in this pass; where none, says why."""
-        if not len(self._queue):
+        if not self._life.queue:
             self._open(Reason.NEXT_PASS)
             return 0
         if retracted:
@@ -87,25 +149,57 @@ class Admission:
         versions = self._versions(ratio)
         if self._refused_at == versions:
             return 0
-        pending = chunked is not None
-        slots = min(
-            self.config.max_running_requests - len(running) - pending,
-            self._memory.allocator.free_rows,
-        )
+        slots = self._free_slots()
         if slots <= 0:
             self._close(Reason.SLOTS, versions)
+            return 0
+        if not self._delayer_allows(now, slots):
+            self._open(Reason.DELAYER)
+            return 0
         return slots
 
-    def _admit_waiting(self, adder: PrefillAdder, slots: int, versions: tuple[object, ...]) -> None:
+    def _free_slots(self) -> int:
+        pending = self._life.chunked is not None
+        most = self._config.max_running_requests - len(self._life.running) - pending
+        return min(most, self._memory.allocator.free_rows)
+
+    def _delayer_allows(self, now: float, slots: int) -> bool:
+        if self._delayer is None or self._life.chunked is not None:
+            return True
+        usage = 1 - self._memory.available_tokens / self._memory.capacity_tokens
+        return self._delayer.allow(
+            now,
+            waiting=len(self._life.queue),
+            running=len(self._life.running),
+            free_slots=slots,
+            kv_usage=usage,
+        )
+
+    # Who
+
+    def _admit_waiting(
+        self, adder: PrefillAdder, slots: int, now: float, ratio: float
+    ) -> list[Request]:
         self._open(Reason.NEXT_PASS)
+        versions = self._versions(ratio)
+        pending = PendingPrefixes(self._memory.page_size)
+        if self._life.chunked is not None:
+            pending.add(self._life.chunked)
         admitted: list[Request] = []
-        for request in self._queue:
+        for request in self._candidates(now):
             if len(admitted) >= slots:
                 self._close(Reason.SLOTS, versions)
                 break
-            record = record_of(request)
-            record.target = len(request.input_ids) + len(request.output_ids)
-            verdict = adder.add(request, self._memory.match(request))
+            prepare_prefill(request)
+            match = self._memory.match(request)
+            if self._memory.cache_enabled and pending.worth_waiting(request, match.tokens):
+                self._leave_for_twin(request, pending)
+                if pending.left < MAX_LEFT:
+                    continue
+                self._open(Reason.POLICY)
+                break
+            pending.add(request)
+            verdict = adder.add(request, match)
             if adder.admitted and adder.admitted[-1].request is request:
                 admitted.append(request)
             if verdict is Verdict.NO_TOKEN:
@@ -114,30 +208,44 @@ class Admission:
                 self._open(adder.reason)
             if verdict is not Verdict.CONTINUE:
                 break
-        for request in admitted:
-            self._queue.remove(request)
-            self._clocks.end(request)
+        return admitted
+
+    def _candidates(self, now: float) -> Iterable[Request]:
+        return self._order.candidates(now, self._life.counters.computed_tokens)
+
+    def _leave_for_twin(self, request: Request, pending: PendingPrefixes) -> None:
+        pending.left += 1
+        self._life.counters.shared_prefix_skips += 1
+        self._life.clocks.single_out(request, Reason.SHARED_PREFIX)
+
+    def _adder(self, ratio: float) -> PrefillAdder:
+        """The budgets of this pass, beside the running rows."""
+        running, chunked = self._life.running, self._life.chunked
+        mixed = [] if self._config.disable_mixed_chunk else running
+        context = sum([request.length for request in mixed])
+        history = 0 if chunked is None else chunked.length
+        size = self.sizer.choose(ChunkLoad(history, len(mixed), context))
+        self.chunk_tokens = size.tokens
+        page_tokens = self._memory.new_page_tokens(mixed)
+        return PrefillAdder(
+            self._config,
+            self._memory,
+            StepLoad(len(mixed), page_tokens, running, ratio),
+            size.tokens,
+            exact_chunk=size.exact,
+        )
+
+    # Full, and why
 
     def _close(self, reason: Reason, versions: tuple[object, ...]) -> None:
         self._refused_at = versions
-        self.reason = self._clocks.current = reason
+        self.reason = self._life.clocks.current = reason
 
     def _open(self, reason: Reason) -> None:
         self._refused_at = None
         self.reason = Reason.NONE if reason is Reason.NEXT_PASS else reason
-        self._clocks.current = reason
+        self._life.clocks.current = reason
 
     def _versions(self, ratio: float) -> tuple[object, ...]:
         """All that a refusal for want of slots or KV rests on."""
-        return self._memory.version, self._queue.version, ratio, self.config
-
-    def _load(self, running: Sequence[Request], ratio: float) -> StepLoad:
-        if self.config.disable_mixed_chunk:
-            return StepLoad(0, 0, running, ratio)
-        size = self._memory.page_size
-        new_pages = sum([not request.length % size for request in running])
-        return StepLoad(len(running), new_pages * size, running, ratio)
-
-    def _chunk_tokens(self) -> int | None:
-        size = self.config.chunked_prefill_size
-        return size if size > 0 else None
+        return self._memory.version, self._life.queue.version, ratio

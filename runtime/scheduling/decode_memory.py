@@ -19,15 +19,9 @@ class DecodeMemory:
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
 
-    def pages_needed(self, running: Sequence[Request]) -> int:
-        """New pages for one more token of each row: one where the last page is full."""
-        size = self._memory.page_size
-        return sum([not request.length % size for request in running])
-
     def fits(self, running: Sequence[Request]) -> bool:
         """Whether the next step's pages are free or can be evicted."""
-        tokens = self.pages_needed(running) * self._memory.page_size
-        return tokens <= self._memory.available_tokens
+        return self._memory.new_page_tokens(running) <= self._memory.available_tokens
 
     def choose_victims(
         self, running: Sequence[Request], chunked: Request | None
@@ -38,7 +32,6 @@ class DecodeMemory:
             The requests to retract, in order, and the one to end with an error: the last one
             left, if not even it can get its page.
         """
-        size = self._memory.page_size
         staying = list(running)
         victims: list[Request] = []
         admitted = [*running, chunked] if chunked is not None else running
@@ -47,6 +40,6 @@ class DecodeMemory:
             if victim in staying:
                 staying.remove(victim)
             room = self._memory.available_tokens + self._memory.releasable_tokens(victims)
-            if self.pages_needed(staying) * size <= room:
+            if self._memory.new_page_tokens(staying) <= room:
                 return victims, None
         return victims, staying[0] if staying else None

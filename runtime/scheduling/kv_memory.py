@@ -19,6 +19,8 @@ from runtime.scheduling.request_record import record_of, tokens_to_prefill
 from runtime.scheduling.slot_allocator import SlotAllocator
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from runtime.config import SchedulerConfig
     from runtime.request import Request
     from runtime.scheduling.radix_cache import Node
@@ -55,6 +57,11 @@ class KVMemory:
         """Changes whenever more may be available than before."""
         return self.allocator.version, self.cache.version
 
+    def new_page_tokens(self, rows: Sequence[Request]) -> int:
+        """Tokens of the pages that one more token for each row needs."""
+        size = self.page_size
+        return sum([not request.length % size for request in rows]) * size
+
     def allocate(self, pages: int) -> array[int]:
         """Takes pages, evicting the shortfall. The caller has checked `available_tokens`."""
         shortfall = pages - self.allocator.free_pages
@@ -87,6 +94,13 @@ class KVMemory:
             return 0
         limit = match_limit(request)
         return self.cache.match_length(request.namespace, record_of(request).key, limit)
+
+    def match_path(self, request: Request) -> list[Node]:
+        """Nodes of the tree that the request's prefix leads through."""
+        if not self.cache_enabled:
+            return []
+        record = record_of(request)
+        return self.cache.match_path(request.namespace, record.key, match_limit(request))
 
     def start(self, request: Request, match: PrefixMatch) -> None:
         """Gives an admitted request its row and its cached prefix, which the caller has locked."""

@@ -105,10 +105,7 @@ class PrefillAdder:
         self._load = load
         self._clip = config.clip_max_new_tokens
         self.off_current = load.mixed_page_tokens
-        self.off_total: float = load.mixed_rows + sum(
-            load.new_token_ratio * min(remaining_tokens(request), self._clip)
-            for request in load.running
-        )
+        self.off_total: float = load.mixed_rows + sum(map(self.forecast, load.running))
         floor = page
         if chunk_tokens is not None:
             # However many decode rows there are, prefill never starves behind them.
@@ -133,6 +130,15 @@ class PrefillAdder:
     @property
     def cur_rem(self) -> int:
         return self._memory.available_tokens - self.off_current
+
+    def forecast(self, running: Request) -> float:
+        """Output tokens that are reserved for a running request."""
+        return self._load.new_token_ratio * min(remaining_tokens(running), self._clip)
+
+    def need(self, request: Request, match: PrefixMatch) -> int:
+        """KV tokens that a waiting request is taken to need beside its prefix."""
+        extend = record_of(request).target - match.tokens
+        return extend + self._reserve(request) + self._page
 
     def add_chunked(self, request: Request) -> None:
         """Goes on with the pending chunk, which may end inside a page. With nothing free it waits
@@ -161,7 +167,7 @@ class PrefillAdder:
         if request.sampling.ignore_eos and self._config.disable_radix_cache:
             refusal = self._check_known_length(request, extend)
             return refusal or self._admit(request, match, extend)
-        need = extend + self._reserve(request) + self._page
+        need = self.need(request, match)
         if need >= self.rem_total:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
         if not self._chunking and self.new_requests and self._ceil(extend) >= self.rem_input:

@@ -271,6 +271,16 @@ class RadixCache:
 
     # Eviction
 
+    def set_eviction_policy(self, eviction_policy: str) -> None:
+        """Ranks by another policy from now on."""
+        if eviction_policy == self.eviction_policy:
+            return
+        self.eviction_policy = eviction_policy
+        entries, self._heap = self._heap, []
+        for _, _, node in entries:
+            node.in_heap = False
+            self._push(node)
+
     def _rank(self, node: Node) -> tuple[int, int]:
         if self.eviction_policy == "lfu":
             return node.hits, node.last_used

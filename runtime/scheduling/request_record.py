@@ -22,13 +22,14 @@ class RequestRecord:
         key: bytes of the token ids to prefill, input and committed outputs.
         arrival_clocks: totals of the wait clocks when it began to wait.
         arrival_tokens: tokens the server had computed when it arrived (hrrn).
-        enqueued_s: when it last began to wait; started_s: when it was last admitted.
+        waiting_since_s: when it arrived or was retracted; started_s: when it was last admitted.
         node: end of its locked prefix in the radix cache.
         tree_tokens: leading tokens whose pages belong to the radix cache.
         target: tokens to have KV before it can sample: input and outputs at admission.
         synced_pages: leading entries of its table row that the device has or will get.
         last_step: last launched step that names it.
         ending: recorded, applied at the next plan; its later tokens are dropped.
+        counted: its prompt is in the counters; a retracted one is admitted again.
         passed_over_s: when a later arrival was first admitted before it.
         waited: seconds waited per blocking term, of waits that are over.
         own_reason: its blocking term in the last pass where that was not the whole queue's.
@@ -40,7 +41,7 @@ class RequestRecord:
     key: bytes = b""
     arrival_clocks: tuple[float, ...] = ()
     arrival_tokens: int = 0
-    enqueued_s: float = 0.0
+    waiting_since_s: float = 0.0
     started_s: float | None = None
     node: Node | None = None
     tree_tokens: int = 0
@@ -51,7 +52,7 @@ class RequestRecord:
     passed_over_s: float | None = None
     waited: list[float] = field(default_factory=list)
     own_reason: str = ""
-    first_admitted: bool = False
+    counted: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
@@ -63,6 +64,11 @@ def record_of(request: Request) -> RequestRecord:
 def tokens_to_prefill(request: Request) -> array[int]:
     """Input and committed outputs: what a (re)started request computes before it samples."""
     return request.input_ids + request.output_ids if request.output_ids else request.input_ids
+
+
+def prepare_prefill(request: Request) -> None:
+    """Sets what a waiting request computes before it samples, should it be admitted."""
+    record_of(request).target = len(request.input_ids) + len(request.output_ids)
 
 
 def remaining_tokens(request: Request) -> int:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.scheduling.schedule_batch import ScheduleBatch
 
 
 @dataclass(slots=True)
@@ -12,6 +16,7 @@ class Counters:
     Args:
         cached_tokens: prompt tokens that admitted requests found in the cache;
             prompt_tokens: tokens that they brought, found or not.
+        prefill_steps, decode_steps, mixed_steps: launched steps by kind; chunks: prefill rows.
         computed_tokens: tokens that launched steps compute.
         shared_prefix_skips: times a request was left for the next pass for a twin's sake.
     """
@@ -32,6 +37,18 @@ class Counters:
     shared_prefix_skips: int = 0
     displaced: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by FinishReason value
+
+    def count_step(self, batch: ScheduleBatch) -> None:
+        """A step was launched."""
+        self.steps += 1
+        self.chunks += batch.num_prefill
+        self.computed_tokens += batch.prefill_tokens + batch.num_decode
+        if not batch.num_prefill:
+            self.decode_steps += 1
+        elif batch.num_decode:
+            self.mixed_steps += 1
+        else:
+            self.prefill_steps += 1
 
 
 @dataclass(frozen=True, slots=True)

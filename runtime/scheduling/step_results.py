@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 LENGTH = Finish(FinishReason.LENGTH)
 
 
-def apply_results(batch: ScheduleBatch, output: StepOutput) -> list[RequestOutput]:
+def apply_results(
+    batch: ScheduleBatch, output: StepOutput
+) -> tuple[list[RequestOutput], list[RequestOutput]]:
     """Appends a step's tokens to their requests.
 
     Rows of requests that have ended, or whose ending is recorded, are dropped: they were in this
     step before that was known. Cost: under a microsecond per row.
 
-    Returns: one output per live sampled row; those with `finish` set are to be ended.
+    Returns: one output per live sampled row, and those of them whose request is to be ended.
     """
     if output.prompt_logprobs:
         _gather_prompt_logprobs(batch, output)
@@ -29,6 +31,7 @@ def apply_results(batch: ScheduleBatch, output: StepOutput) -> list[RequestOutpu
     if len(batch.sampled) < len(requests):
         requests = [requests[row] for row in batch.sampled]
     outputs: list[RequestOutput] = []
+    ended: list[RequestOutput] = []
     logprobs, failed = output.logprobs, output.failed
     for index, (request, token) in enumerate(zip(requests, output.token_ids, strict=True)):
         record = request.scheduling
@@ -36,21 +39,24 @@ def apply_results(batch: ScheduleBatch, output: StepOutput) -> list[RequestOutpu
             continue
         if failed and index in failed:
             finish = Finish(FinishReason.ERROR, message=failed[index])
-            outputs.append(RequestOutput(request, [], finish=finish))
+            ended.append(RequestOutput(request, [], finish=finish))
+            outputs.append(ended[-1])
             continue
         ids = request.output_ids
         ids.append(token)
         news = RequestOutput(request, [token])
         if token in record.stop_ids and len(ids) > request.sampling.min_tokens:
             news.finish = Finish(FinishReason.STOP, matched=token)
+            ended.append(news)
         elif len(ids) >= request.max_new_tokens:
             news.finish = LENGTH
+            ended.append(news)
         if logprobs is not None:
             news.logprobs = _one(logprobs[index])
         if record.prompt_logprobs is not None:
             news.prompt_logprobs, record.prompt_logprobs = record.prompt_logprobs, None
         outputs.append(news)
-    return outputs
+    return outputs, ended
 
 
 def _one(entry: TokenLogprobs | None) -> list[TokenLogprobs] | None:

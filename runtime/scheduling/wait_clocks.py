@@ -77,7 +77,6 @@ class WaitClocks:
         self.advance(now)
         record = record_of(request)
         record.arrival_clocks = tuple(self.totals)
-        record.enqueued_s = now
         if not record.waited:
             record.waited = [0.0] * len(WAIT_REASONS)
 

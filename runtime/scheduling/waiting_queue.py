@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING
 
 from runtime.scheduling.request_record import record_of
@@ -44,10 +44,27 @@ class WaitingQueue:
         assert self.entries[at][2] is request
         del self.entries[at]
 
-    def lowest_priority(self) -> Request | None:
-        """The request that gives way first when the queue is at its cap: of the lowest priority,
-        the newest."""
-        return self.entries[-1][2] if self.entries else None
+    def highest_priority(self) -> int:
+        """Priority of those that come first. The queue is not empty."""
+        return -self.entries[0][0]
+
+    def end_of_priority(self, first: int) -> int:
+        """Index behind the last entry that has the priority of entry `first`."""
+        return bisect_right(self.entries, self.entries[first][0], key=_level)
+
+    def first_to_displace(self, priority: int) -> Request | None:
+        """Who makes room when the queue is at its cap: of the lowest priority below this one, the
+        newest that has not been given any token yet."""
+        for level, _, request in reversed(self.entries):
+            if -level >= priority:
+                return None
+            if not request.output_ids:
+                return request
+        return None
+
+
+def _level(entry: Entry) -> int:
+    return entry[0]
 
 
 def _entry(request: Request) -> Entry:

@@ -1,0 +1,226 @@
+"""How many prefill tokens a step gets: fixed, fitted to equal times, or fitted to a target.
+
+Asked once per pass that has prompts to compute; told the time of every step, which is an input
+like any other (`StepOutput.device_s`, through `Scheduler.commit`), so that a replay chooses alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from runtime.scheduling.step_time_model import MIN_SAMPLES, RECENT, StepShape, StepTimeModel
+
+if TYPE_CHECKING:
+    from runtime.config import SchedulerConfig
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+
+SMOOTHING = 0.75
+ALIGN_TOKENS = 64
+
+
+class ChunkLoad(NamedTuple):
+    """The step that a size is asked for.
+
+    Args:
+        history: tokens that the pending chunk's prompt has computed; 0 without one.
+        rows, context: decode rows that ride along, and their tokens together.
+    """
+
+    history: int
+    rows: int
+    context: int
+
+
+class ChunkSize(NamedTuple):
+    """Args:
+    tokens: None: prompts are not cut.
+    exact: prefill tokens alone; the decode rows are not subtracted again.
+    """
+
+    tokens: int | None
+    exact: bool = False
+
+
+class ChunkSizer(Protocol):
+    """Chooses chunk sizes; `feasible` and `predicted_s` are for observation."""
+
+    @property
+    def feasible(self) -> bool | None: ...
+    @property
+    def predicted_s(self) -> float | None: ...
+    def choose(self, load: ChunkLoad) -> ChunkSize: ...
+    def observe(self, batch: ScheduleBatch, seconds: float) -> None: ...
+
+
+def make_chunk_sizer(config: SchedulerConfig) -> ChunkSizer:
+    """The sizer that the options ask for."""
+    if config.tpot_slo_ms > 0:
+        return SloChunkSizer(config)
+    if config.enable_dynamic_chunking and config.chunked_prefill_size > 0:
+        return DynamicChunkSizer(config)
+    return StaticChunkSizer(config)
+
+
+class StaticChunkSizer:
+    """--chunked-prefill-size."""
+
+    feasible: bool | None = None
+    predicted_s: float | None = None
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        size = config.chunked_prefill_size
+        self._size = ChunkSize(size if size > 0 else None)
+
+    def choose(self, load: ChunkLoad) -> ChunkSize:
+        return self._size
+
+    def observe(self, batch: ScheduleBatch, seconds: float) -> None:
+        """Nothing to learn."""
+
+
+class DynamicChunkSizer:
+    """Chunks of a long prompt that take about the same time each, however long its history."""
+
+    feasible: bool | None = None
+    predicted_s: float | None = None
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._model = StepTimeModel()
+
+    def choose(self, load: ChunkLoad) -> ChunkSize:
+        base = self._config.chunked_prefill_size
+        fitted = self._model.coefficients
+        if fitted is None or fitted.square <= 0:
+            return ChunkSize(base)
+        size = predict_next_chunk_size(
+            load.history, fitted.square, fitted.token, base, self._config.page_size
+        )
+        most = min(self._config.max_prefill_tokens, self._config.context_length - load.history)
+        return ChunkSize(max(min(size, most), self._config.page_size))
+
+    def observe(self, batch: ScheduleBatch, seconds: float) -> None:
+        self._model.observe(shape_of(batch), seconds)
+
+
+def predict_next_chunk_size(history: int, a: float, b: float, base: int, page_size: int) -> int:
+    """Tokens after `history` that take as long as `base` tokens after none.
+
+    A prefill of l tokens takes a l^2 + b l + c, so x more after L take a x^2 + (2 a L + b) x. The
+    answer is smoothed towards `base`, at least a quarter of it, and aligned down.
+
+    Args:
+        a, b: seconds (or any unit) per token squared and per token; a > 0.
+    """
+    target = a * base * base + b * base
+    linear = 2 * a * history + b
+    exact = (math.sqrt(linear * linear + 4 * a * target) - linear) / (2 * a)
+    smooth = base + SMOOTHING * (exact - base)
+    align = max(page_size, ALIGN_TOKENS)
+    return max(int(max(smooth, base / 4)) // align * align, align)
+
+
+@dataclass(slots=True)
+class SlowStart:
+    """Sizes to learn from before there is a model: doubling from one page while half the target
+    holds, back on a miss. They differ, which is what a fit needs."""
+
+    page_size: int
+    limit: int
+    target_s: float
+    size: int
+
+    def observe(self, seconds: float) -> None:
+        if seconds <= self.target_s / 2:
+            self.size = min(self.size * 2, self.limit)
+        else:
+            self.size = max(self.size // 2 // self.page_size * self.page_size, self.page_size)
+
+
+class SloChunkSizer:
+    """--tpot-slo-ms: the largest chunk whose predicted mixed step stays within the target.
+
+    The prediction is the model's mean plus the 95 % quantile of its recent errors: by the mean
+    alone half of the steps would miss. A step without decode rows delays nobody's next token and
+    gets the static size.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._page = config.page_size
+        static = config.chunked_prefill_size
+        self._limit = min(static if static > 0 else NO_STATIC, config.max_prefill_tokens)
+        self._target_s = config.tpot_slo_ms / 1000
+        self._model = StepTimeModel()
+        self._slow_start = SlowStart(self._page, self._limit, self._target_s, self._page)
+        self._held: deque[bool] = deque(maxlen=RECENT)  # mixed steps within the target
+        self._smallest_s: float | None = None
+        self.predicted_s: float | None = None
+
+    @property
+    def feasible(self) -> bool | None:
+        """Whether the smallest chunk holds the target; None before it is known.
+
+        Infeasible only where the prediction says so and the measured steps do not contradict it.
+        """
+        if self._smallest_s is None:
+            return None
+        if self._smallest_s <= self._target_s:
+            return True
+        return len(self._held) >= MIN_SAMPLES and sum(self._held) >= 0.95 * len(self._held)
+
+    def choose(self, load: ChunkLoad) -> ChunkSize:
+        fitted = self._model.coefficients
+        if not load.rows:
+            static = self._config.chunked_prefill_size
+            return ChunkSize(static if static > 0 else None)
+        if fitted is None:
+            return ChunkSize(self._slow_start.size, exact=True)
+        margin = self._model.margin_s
+        fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + margin
+        self._smallest_s = fixed + _prefill_s(fitted.square, fitted.token, self._page, load.history)
+        most = _largest_within(
+            self._target_s - fixed, fitted.square, fitted.token, load.history, self._limit
+        )
+        size = max(most // self._page * self._page, self._page)
+        self.predicted_s = fixed + _prefill_s(fitted.square, fitted.token, size, load.history)
+        return ChunkSize(size, exact=True)
+
+    def observe(self, batch: ScheduleBatch, seconds: float) -> None:
+        shape = shape_of(batch)
+        if not shape.rows:
+            return
+        self._model.observe(shape, seconds)
+        if shape.tokens:
+            self._held.append(seconds <= self._target_s)
+            self._slow_start.observe(seconds)
+
+
+NO_STATIC = 1 << 30
+
+
+def _prefill_s(a: float, b: float, tokens: int, history: int) -> float:
+    return a * (tokens * tokens + 2 * history * tokens) + b * tokens
+
+
+def _largest_within(seconds: float, a: float, b: float, history: int, limit: int) -> int:
+    """Most tokens, up to `limit`, that take no longer."""
+    if seconds <= 0:
+        return 0
+    linear = 2 * a * history + b
+    if a <= 0:
+        return limit if linear * limit <= seconds else int(seconds / linear)
+    # The stable form of the root: no difference of two large numbers when a is tiny.
+    root = math.sqrt(linear * linear + 4 * a * seconds)
+    return min(int(2 * seconds / (linear + root)), limit)
+
+
+def shape_of(batch: ScheduleBatch) -> StepShape:
+    """What the time of a step depends on."""
+    prefill = range(batch.num_prefill)
+    square = sum(batch.lengths[b] * (batch.lengths[b] + 2 * batch.starts[b]) for b in prefill)
+    context = sum(batch.starts[batch.num_prefill :]) + batch.num_decode
+    return StepShape(batch.prefill_tokens, square, batch.num_decode, context)

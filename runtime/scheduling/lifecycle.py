@@ -1,0 +1,180 @@
+"""Lifecycle: where every live request is, and the moves between those places.
+
+    add -> compiling (its grammar) -> queue -> chunked -> running -> ended -> leaving -> gone
+                                        ^---------- retracted -----'
+
+A request is in one place of compiling, queue, chunked and running, or in none of them while its
+last token is in flight. An ended one that a launched step still names is leaving: it keeps row,
+pages and lock until that step is committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from runtime.request import FinishReason, RequestState
+from runtime.scheduling.deadlines import Deadlines
+from runtime.scheduling.request_record import record_of, tokens_to_prefill
+from runtime.scheduling.wait_clocks import Reason, WaitClocks
+from runtime.scheduling.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from runtime.request import Finish, Request
+    from runtime.scheduling.kv_memory import KVMemory
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+    from runtime.scheduling.statistics import Counters
+
+_KEEPS_KV = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A launched step, and the ended requests that are released when it is committed."""
+
+    batch: ScheduleBatch
+    leaving: list[Request] = field(default_factory=list)
+
+
+class Lifecycle:
+    """All live requests.
+
+    Args:
+        memory: what requests give back when they leave.
+        counters: totals of ends.
+    """
+
+    def __init__(self, memory: KVMemory, counters: Counters) -> None:
+        self.memory = memory
+        self.counters = counters
+        self.live: dict[str, Request] = {}  # every request that has not ended
+        self.compiling: dict[str, Request] = {}
+        self.queue = WaitingQueue()
+        self.chunked: Request | None = None
+        self.running: list[Request] = []  # get a decode row in the next step that carries any
+        self.inflight: deque[InFlight] = deque()
+        self.clocks = WaitClocks()
+        self.deadlines = Deadlines()
+        self.mean_wait_s = 0.0  # of recent admissions
+        self._ended_by_length: dict[str, Request] = {}
+
+    # In
+
+    def add(self, request: Request, now: float) -> None:
+        """A new request, its record made."""
+        self.live[request.request_id] = request
+        record_of(request).waiting_since_s = now
+        if request.grammar is not None and not request.grammar.ready:
+            self.compiling[request.request_id] = request
+        else:
+            self._enqueue(request, now)
+
+    def take_ready_grammars(self, now: float) -> list[str]:
+        """Moves requests whose grammar is compiled into the queue; returns their ids."""
+        ready = [r for r in self.compiling.values() if r.grammar is not None and r.grammar.ready]
+        for request in ready:
+            del self.compiling[request.request_id]
+            waited = now - record_of(request).waiting_since_s
+            self.clocks.add(request, Reason.GRAMMAR, waited)
+            self._enqueue(request, now)
+        return [request.request_id for request in ready]
+
+    def _enqueue(self, request: Request, now: float) -> None:
+        request.state = RequestState.WAITING
+        self.clocks.begin(request, now)
+        self.queue.add(request)
+
+    # On
+
+    def admitted(self, request: Request, now: float) -> None:
+        """A request has left the queue for its first chunk."""
+        record = record_of(request)
+        self.queue.remove(request)
+        self.clocks.end(request)
+        record.started_s = now
+        record.passed_over_s = None
+        self.mean_wait_s += 0.2 * (now - record.waiting_since_s - self.mean_wait_s)
+        self.counters.admitted += 1
+
+    def retract(self, request: Request, now: float) -> None:
+        """Back into the queue with its outputs; its KV stays only as long as the cache keeps it.
+        No launched step may name it."""
+        record = record_of(request)
+        if request is self.chunked:
+            self.chunked = None
+        else:
+            self.running.remove(request)
+        self.memory.release(request, request.length)
+        request.length = 0
+        request.launched_tokens = len(request.output_ids)
+        request.retractions += 1
+        record.key = tokens_to_prefill(request).tobytes()
+        record.started_s = None
+        record.waiting_since_s = now
+        if record.prompt_logprobs is not None:
+            record.prompt_logprobs = [None]
+        self._enqueue(request, now)
+
+    # Out
+
+    def record_ending(self, request_id: str, finish: Finish) -> Request | None:
+        """Marks a live request as about to end: its later tokens are dropped. None where it is
+        unknown, has ended, or is marked already."""
+        request = self.live.get(request_id)
+        if request is None or record_of(request).ending is not None:
+            return None
+        record_of(request).ending = finish
+        return request
+
+    def override_length(self, request_id: str, finish: Finish) -> bool:
+        """Replaces the end of a request that has just ended by length."""
+        request = self._ended_by_length.pop(request_id, None)
+        if request is None:
+            return False
+        self._count(FinishReason.LENGTH, -1)
+        self._count(finish.reason, 1)
+        request.finish = finish
+        return True
+
+    def forget_overridable(self) -> None:
+        """The next pass has begun: ends by length are final."""
+        self._ended_by_length.clear()
+
+    def end(self, request: Request, finish: Finish) -> None:
+        """Ends a live request wherever it is."""
+        request_id = request.request_id
+        record = record_of(request)
+        del self.live[request_id]
+        waiting = request.state is RequestState.WAITING
+        if self.compiling.pop(request_id, None) is None and waiting:
+            self.queue.remove(request)
+            self.clocks.end(request)
+        if request is self.chunked:
+            self.chunked = None
+        request.finish = finish
+        request.state = RequestState.FINISHED
+        self._count(finish.reason, 1)
+        if finish.reason is FinishReason.LENGTH:
+            self._ended_by_length[request_id] = request
+        for flight in self.inflight:
+            if flight.batch.step == record.last_step:
+                flight.leaving.append(request)
+                return
+        self.release(request)
+
+    def release(self, request: Request) -> None:
+        """Takes row and KV from an ended request that no launched step names."""
+        keep = 0
+        if request.finish is not None and request.finish.reason in _KEEPS_KV:
+            # The newest token has no KV, or some that a step wrote whose result was dropped.
+            keep = len(request.input_ids) + len(request.output_ids) - 1
+        self.memory.release(request, keep)
+
+    def drop_ended(self) -> None:
+        """Takes the requests that have ended out of the running list."""
+        self.running = [request for request in self.running if request.finish is None]
+
+    def _count(self, reason: FinishReason, count: int) -> None:
+        finished = self.counters.finished
+        finished[reason.value] = finished.get(reason.value, 0) + count
