@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 
 from server.logprobs import CompletionLogprobs, chat_logprobs, merge_completion_logprobs
-from server.sse import event
+from server.sse import DONE, event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from runtime.request import Finish, TokenLogprobs
     from server.generation import Generation, Usage
+    from server.http_errors import ErrorAnswer
     from server.request_stream import Delta
     from server.tokenizer import Tokenizer
 
@@ -76,6 +77,12 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def _closing(head: Head, generation: Generation) -> bytes:
+    if not generation.params.include_usage:
+        return DONE
+    return event(head.body([], usage=usage_body(generation.usage()))) + DONE
 
 
 def finish_name(finish: Finish | None, called_tools: bool = False) -> str | None:
@@ -162,8 +169,13 @@ class ChatAnswer:
         entries = self._choices[delta.index].events(delta)
         return b"".join(event(self._head.body([entry])) for entry in entries)
 
-    def usage_event(self) -> bytes:
-        return event(self._head.body([], usage=usage_body(self._generation.usage())))
+    def closing(self) -> bytes:
+        """The events that end the stream."""
+        return _closing(self._head, self._generation)
+
+    def failure(self, error: ErrorAnswer) -> bytes:
+        """The event that ends a stream which cannot go on."""
+        return event(error.body)
 
     async def whole(self) -> dict[str, Any]:
         """The body, once every choice has ended."""
@@ -302,8 +314,13 @@ class CompletionAnswer:
             return before + b"%d" % delta.index + middle + orjson.dumps(delta.text) + after
         return event(self._head.body([self._choices[delta.index].entry(delta)]))
 
-    def usage_event(self) -> bytes:
-        return event(self._head.body([], usage=usage_body(self._generation.usage())))
+    def closing(self) -> bytes:
+        """The events that end the stream."""
+        return _closing(self._head, self._generation)
+
+    def failure(self, error: ErrorAnswer) -> bytes:
+        """The event that ends a stream which cannot go on."""
+        return event(error.body)
 
     async def whole(self) -> dict[str, Any]:
         """The body, once every choice has ended: of each prompt, the n likeliest choices."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import orjson
 from aiohttp import web
 
+from server.anthropic_api import anthropic_error
+from server.chat_endpoints import CHAT_ROUTES
 from server.completions import chat_completions, completions
 from server.http_errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
 from server.native_api import NATIVE_ROUTES
@@ -48,6 +50,7 @@ def make_app(service: Service) -> web.Application:
         [
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            *CHAT_ROUTES,
             *NATIVE_ROUTES,
         ]
     )
@@ -89,7 +92,7 @@ def _access_line(request: web.Request, status: int, seconds: float) -> str:
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns every exception into an OpenAI error body."""
+    """Turns every exception into an error body of the path's protocol."""
     try:
         return await handler(request)
     except (asyncio.CancelledError, ConnectionError):
@@ -108,7 +111,10 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _error_response(request: web.Request, answer: ErrorAnswer) -> web.Response:
     request.app[SERVICE].metrics.refused(answer.status)
-    response = json_response(answer.body, answer.status)
+    body = answer.body
+    if request.path.startswith("/v1/messages"):  # Anthropic's clients read another form
+        body = anthropic_error(answer)
+    response = json_response(body, answer.status)
     response.headers.update(answer.headers)
     return response
 

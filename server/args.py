@@ -23,6 +23,8 @@ from typing import Any
 from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.config import RunnerConfig, SchedulerConfig, option
 from runtime.errors import ConfigError
+from server.reasoning import REASONING_FAMILIES
+from server.tools import TOOL_FAMILIES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -56,10 +58,14 @@ class ServerConfig:
         None, "a Jinja chat template that replaces the model's", metavar="FILE"
     )
     tool_call_parser: str | None = option(
-        None, "format of the model's tool calls; else derived from the chat template"
+        None,
+        "format of the model's tool calls; else derived from the chat template",
+        choices=tuple(TOOL_FAMILIES),
     )
     reasoning_parser: str | None = option(
-        None, "format of the model's reasoning; without it, reasoning stays in the content"
+        None,
+        "format of the model's reasoning; without it, reasoning stays in the content",
+        choices=tuple(REASONING_FAMILIES),
     )
 
     api_key: str | None = option(None, "requests must carry this key (Bearer or X-Api-Key)")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.answers import MessageParser, PlainContent
 from server.openai_protocol import GenerationParams, parse_chat
+from server.tools import parse_tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,5 +33,9 @@ async def plan_chat(body: Any, service: Service) -> ChatPlan:
     Raises: InvalidRequest, ModelNotFound.
     """
     wish = parse_chat(body, service.limits)
-    prompt_ids = await service.tokenizer.encode_chat(wish.messages, **wish.render)
-    return ChatPlan(prompt_ids, wish.params)
+    tools = parse_tools(body)
+    model_format = service.model_format
+    messages, more = model_format.conversation(wish.messages, tools)
+    prompt_ids = await service.tokenizer.encode_chat(messages, **wish.render, **more)
+    params = await model_format.constrained(wish.params, body, tools=tools, prompt_ids=prompt_ids)
+    return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, tools))

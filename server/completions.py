@@ -10,7 +10,7 @@ from server.chat_plan import plan_chat
 from server.http_errors import error_answer, internal_error
 from server.openai_protocol import parse_completion
 from server.service import REQUEST_ID, SERVICE, json_response, new_id, read_json
-from server.sse import DONE, EventStream, SlowReader, event
+from server.sse import EventStream, SlowReader
 
 if TYPE_CHECKING:
     from typing import Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from server.generation import Generation, Generator
+    from server.http_errors import ErrorAnswer
     from server.openai_protocol import CompletionRequest
     from server.request_stream import Delta
 
@@ -27,7 +28,9 @@ class Answer(Protocol):
 
     def events(self, delta: Delta) -> bytes: ...
 
-    def usage_event(self) -> bytes: ...
+    def closing(self) -> bytes: ...
+
+    def failure(self, error: ErrorAnswer) -> bytes: ...
 
     async def whole(self) -> dict[str, Any]: ...
 
@@ -35,7 +38,9 @@ class Answer(Protocol):
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
     service = request.app[SERVICE]
-    wish = parse_completion(await read_json(request), service.limits)
+    body = await read_json(request)
+    wish = parse_completion(body, service.limits)
+    params = await service.model_format.constrained(wish.params, body)
     prompts = await encode_prompts(wish, service.generator)
     request_id = new_id("cmpl")
     texts = [""] * len(prompts)
@@ -44,9 +49,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             given if isinstance(given, str) else service.tokenizer.decode(given)
             for given in wish.prompts
         ]
-    with service.generator.start(
-        prompts, wish.params, request_id, request[REQUEST_ID]
-    ) as generation:
+    with service.generator.start(prompts, params, request_id, request[REQUEST_ID]) as generation:
         answer = CompletionAnswer(
             request_id,
             int(time.time()),
@@ -98,22 +101,20 @@ async def send(request: web.Request, generation: Generation, answer: Answer) -> 
     try:
         async for delta in generation:
             await out.send(answer.events(delta))
-        if generation.params.include_usage:
-            await out.send(answer.usage_event())
-        await out.send(DONE)
+        await out.send(answer.closing())
     except (ConnectionError, SlowReader):
         return out.response  # nobody is there to be told; leaving aborts what still runs
     except Exception as error:
         if not out.started:
             raise
-        await out.send(_error_event(request, error))
+        # Clients must not take the stream for complete.
+        await out.send(answer.failure(_known_error(request, error)))
     return await out.end()
 
 
-def _error_event(request: web.Request, error: Exception) -> bytes:
-    """The last event of a stream that cannot go on: clients must not take it for complete."""
+def _known_error(request: web.Request, error: Exception) -> ErrorAnswer:
     found = error_answer(error)
     if found is None:
         request.app.logger.error("a stream failed", exc_info=error)
         found = internal_error()
-    return event(found.body)
+    return found

@@ -26,6 +26,7 @@ from server.connections import Connections
 from server.engine import Engine
 from server.generation import Generator
 from server.metrics import Metrics
+from server.model_format import ModelFormat
 from server.openai_protocol import ApiLimits
 from server.service import Service
 from server.sockets import base_url, listen
@@ -178,6 +179,7 @@ async def serve(
         server.close()
     await service.engine.stop()
     await app_runner.cleanup()
+    service.model_format.close()
     tokenizer.close()
     runner.close()
 
@@ -220,6 +222,13 @@ def make_service(
         generator=generator,
         metrics=metrics,
         limits=limits,
+        model_format=ModelFormat(
+            tokenizer,
+            runner.info.vocab_size,
+            scheduler_config.eos_token_ids,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        ),
         connections=connections,
         eos_token_ids=scheduler_config.eos_token_ids,
     )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from server.engine import Engine
     from server.generation import Generator
     from server.metrics import Metrics
+    from server.model_format import ModelFormat
     from server.openai_protocol import ApiLimits
     from server.tokenizer import Tokenizer
 
@@ -37,6 +38,7 @@ class Service:
     generator: Generator
     metrics: Metrics
     limits: ApiLimits
+    model_format: ModelFormat
     connections: Connections
     eos_token_ids: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))

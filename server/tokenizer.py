@@ -25,7 +25,7 @@ from server.detokenizer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from server.chat_template import Message
@@ -69,11 +69,11 @@ class Tokenizer:
         self._added_ids = {token.content: i for i, token in added.items()}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._kind = _decoder_kind(backend)
-        hidden = self.special_ids
+        self._hidden_ids = self.special_ids  # not in the text, unless a request wants them
         self._bytes = _Table(lambda i: _token_bytes(backend, i))
-        self._shown_bytes = _Table(lambda i: b"" if i in hidden else self._bytes[i])
+        self._shown_bytes = _Table(lambda i: b"" if i in self._hidden_ids else self._bytes[i])
         self._pieces = _Table(lambda i: _token_piece(backend, i))
-        self._shown_pieces = _Table(lambda i: "" if i in hidden else self._pieces[i])
+        self._shown_pieces = _Table(lambda i: "" if i in self._hidden_ids else self._pieces[i])
 
     @classmethod
     def load(cls, folder: Path, template_file: Path | None = None) -> Tokenizer:
@@ -152,7 +152,7 @@ class Tokenizer:
         """A new sequence's detokenizer; prompt_ids stand before its first token."""
         if self._kind == "bytes":
             return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self._bytes)
-        hidden = self.special_ids if skip_special_tokens else frozenset()
+        hidden = self._hidden_ids if skip_special_tokens else frozenset()
         if self._kind == "pieces":
             return PieceDetokenizer(
                 self._shown_pieces if skip_special_tokens else self._pieces,
@@ -179,6 +179,21 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         """The id of the added token that is exactly this text, if there is one."""
         return self._added_ids.get(text)
+
+    def special_tokens(self) -> dict[str, int]:
+        """The text of each special token, with its id."""
+        return {text: i for text, i in self._added_ids.items() if i in self.special_ids}
+
+    def show_special(self, texts: Iterable[str]) -> None:
+        """Counts special tokens as text from now on: marks that parsers look for."""
+        self._hidden_ids -= {self._added_ids[text] for text in texts if text in self._added_ids}
+        self._shown_bytes.clear()
+        self._shown_pieces.clear()
+
+    def to_json(self) -> str:
+        """The tokenizer in the library's own form, for others that tokenize as it does."""
+        text: str = self.backend.to_str()
+        return text
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
