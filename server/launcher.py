@@ -12,8 +12,9 @@ import ssl
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import uvloop
 from aiohttp import web
@@ -56,7 +57,7 @@ def run(config: ServerConfig) -> int:
     try:
         sockets = listen(config.host, config.port)
         context = _tls_context(config)
-        runner, tokenizer, scheduler_config, name = _load(config)
+        service = make_service(config, _load(config))
     except LoomserveError as error:
         print(f"loomserve: {error}", file=sys.stderr)
         return 1
@@ -66,7 +67,7 @@ def run(config: ServerConfig) -> int:
     # What was loaded stays for good; the collector need not walk it again and again.
     gc.collect()
     gc.freeze()
-    uvloop.run(serve(config, sockets, runner, tokenizer, scheduler_config, name, tls=context))
+    uvloop.run(serve(service, sockets, tls=context))
     return 0
 
 
@@ -105,8 +106,18 @@ def _tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     return context
 
 
-def _load(config: ServerConfig) -> tuple[Runner, Tokenizer, SchedulerConfig, str]:
-    """Model and tokenizer, and what the scheduler is to know of them."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a server is made of below HTTP. scheduler: made for this runner."""
+
+    runner: Runner
+    scheduler: Scheduler
+    tokenizer: Tokenizer
+    model_name: str
+
+
+def _load(config: ServerConfig) -> Parts:
+    """Model, tokenizer and scheduler, as the options want them."""
     from runtime.checkpoints.embedded import ensure_embedded_model
     from runtime.checkpoints.model_folder import model_folder
 
@@ -142,27 +153,35 @@ def _load(config: ServerConfig) -> tuple[Runner, Tokenizer, SchedulerConfig, str
         eos_token_ids=info.eos_token_ids,
         **options,
     )
-    return runner, tokenizer, scheduler_config, config.served_model_name or name
+    return Parts(
+        runner,
+        _make_scheduler(scheduler_config, config.record),
+        tokenizer,
+        config.served_model_name or name,
+    )
+
+
+def _make_scheduler(config: SchedulerConfig, trace: str | None) -> Scheduler:
+    """A scheduler; one that writes down its inputs and decisions where a trace is wanted."""
+    scheduler = Scheduler(config)
+    if trace is None:
+        return scheduler
+    from runtime.simulation.recorder import RecordingScheduler
+    from runtime.simulation.trace import TraceWriter
+
+    return cast("Scheduler", RecordingScheduler(scheduler, TraceWriter(Path(trace), config)))
 
 
 async def serve(
-    config: ServerConfig,
-    sockets: list[socket.socket],
-    runner: Runner,
-    tokenizer: Tokenizer,
-    scheduler_config: SchedulerConfig,
-    model_name: str,
-    *,
-    tls: ssl.SSLContext | None = None,
+    service: Service, sockets: list[socket.socket], *, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Answers on the sockets until SIGTERM or SIGINT, then drains."""
-    service = make_service(config, runner, tokenizer, scheduler_config, model_name)
+    """Answers on the sockets until SIGTERM or SIGINT, then drains and closes what it served."""
     service.engine.start()
     app_runner = web.AppRunner(
         make_app(service),
         handler_cancellation=True,  # a client that leaves must free its slots
         access_log=None,
-        keepalive_timeout=config.idle_timeout,
+        keepalive_timeout=service.config.idle_timeout,
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
     await app_runner.setup()
@@ -180,25 +199,19 @@ async def serve(
     await service.engine.stop()
     await app_runner.cleanup()
     service.model_format.close()
-    tokenizer.close()
-    runner.close()
+    service.tokenizer.close()
+    service.engine.runner.close()
 
 
-def make_service(
-    config: ServerConfig,
-    runner: Runner,
-    tokenizer: Tokenizer,
-    scheduler_config: SchedulerConfig,
-    model_name: str,
-) -> Service:
+def make_service(config: ServerConfig, parts: Parts) -> Service:
     """The parts of a server, put together; its engine is not started yet."""
-    scheduler = Scheduler(scheduler_config)
-    metrics = Metrics(model_name, scheduler.statistics)
+    runner, scheduler, tokenizer = parts.runner, parts.scheduler, parts.tokenizer
+    metrics = Metrics(parts.model_name, scheduler.statistics)
     engine = Engine(runner, scheduler, tokenizer, metrics, overlap=not config.disable_overlap)
     limits = ApiLimits(
-        model=model_name,
+        model=parts.model_name,
         vocab_size=min(runner.info.vocab_size, tokenizer.vocab_size),
-        context_length=scheduler_config.context_length,
+        context_length=scheduler.config.context_length,
         max_logprobs=config.max_logprobs,
         max_n=config.max_n,
     )
@@ -225,12 +238,12 @@ def make_service(
         model_format=ModelFormat(
             tokenizer,
             runner.info.vocab_size,
-            scheduler_config.eos_token_ids,
+            scheduler.config.eos_token_ids,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         ),
         connections=connections,
-        eos_token_ids=scheduler_config.eos_token_ids,
+        eos_token_ids=scheduler.config.eos_token_ids,
     )
 
 
