@@ -151,6 +151,7 @@ class Sequence:
         grammar.accept(token_id)
         if grammar.failed is not None:
             return Finish(FinishReason.ERROR, message=grammar.failed)
-        if finish is None and grammar.is_terminated():
+        # Complete on the last allowed token is complete, not cut.
+        if (finish is None or finish.reason is FinishReason.LENGTH) and grammar.is_terminated():
             return Finish(FinishReason.STOP)
         return None

@@ -96,7 +96,8 @@ def parse_tools(body: Mapping[str, Any]) -> ToolRequest | None:
     allowed, required = _choice("auto" if choice is None else choice, names)
     if not allowed:
         return None
-    return ToolRequest(tools, allowed, required, parallel is not False)
+    named = isinstance(choice, dict) and choice.get("type") == "function"  # asks for one call
+    return ToolRequest(tools, allowed, required, parallel is not False and not named)
 
 
 def _tool(given: Any, index: int) -> Tool:
