@@ -10,6 +10,8 @@ from runtime.request import RequestState
 from runtime.scheduling.request_record import record_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from runtime.request import Request
 
 
@@ -41,14 +43,13 @@ class Deadlines:
         self._count += 1
         heapq.heappush(self._heap, (until_s, self._count, Expired(request, limit, since_s)))
 
-    def expired(self, now: float) -> list[Expired]:
-        """Those whose time has come, taken out."""
-        due = []
+    def expired(self, now: float) -> Iterator[Expired]:
+        """Takes out those whose time has come, one by one: the end of a request makes its other
+        deadlines void."""
         while self._heap and self._heap[0][0] <= now:
             entry = heapq.heappop(self._heap)[2]
             if _applies(entry):
-                due.append(entry)
-        return due
+                yield entry
 
 
 def _applies(entry: Expired) -> bool:

@@ -1,0 +1,239 @@
+"""What must hold of a scheduler after every step, recounted from scratch by slow, plain code.
+
+Written from the rules, not from the scheduler: it looks at the tokens of requests, at the launched
+batches, and at the raw contents of free lists and tree, and trusts no counter and no pointer that
+the scheduler keeps for itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.request import FinishReason, Request
+from runtime.scheduling.schedule_batch import ScheduleBatch
+from runtime.scheduling.scheduler import Scheduler
+
+
+@dataclass
+class Life:
+    """A request as seen from outside."""
+
+    request: Request
+    order: int
+    launched: int = 0  # tokens sampled by launched steps since the last retraction
+    decoding: bool = False  # a launched step has completed its prompt
+    cut: bool = False  # a launched step has computed part of its prompt, none the end of it
+    retractions: int = 0
+    ending: bool = False
+    ended: bool = False
+
+
+@dataclass
+class NaiveModel:
+    """Follows every call and checks every rule.
+
+    Args:
+        scheduler: what is checked.
+        mixing: mixed steps are on.
+        cache: prefixes are reused.
+    """
+
+    scheduler: Scheduler
+    mixing: bool
+    cache: bool
+    lives: dict[str, Life] = field(default_factory=dict)
+    launched: list[tuple[ScheduleBatch, set[int]]] = field(default_factory=list)
+    preemptions: int = 0
+    arrivals: int = 0
+
+    # Calls
+
+    def added(self, request: Request) -> None:
+        self.lives[request.request_id] = Life(request, self.arrivals)
+        self.arrivals += 1
+
+    def marked(self, request_id: str) -> None:
+        """An abort or a text finish was accepted."""
+        self.lives[request_id].ending = True
+
+    def planned(self, batch: ScheduleBatch | None, admitted_before: set[str]) -> None:
+        """A pass is over.
+
+        Args:
+            admitted_before: ids of requests that held a table row before the pass.
+        """
+        self._check_retractions(admitted_before)
+        for life in self.lives.values():
+            life.ended = life.request.finish is not None
+        if batch is None:
+            return
+        self._check_order(batch)
+        self._follow(batch)
+        pages = {page for request in batch.requests for page in request.pages}
+        self.launched.append((batch, pages))
+
+    def committed(self) -> None:
+        self.launched.pop(0)
+        for life in self.lives.values():
+            life.ended = life.request.finish is not None
+
+    def _check_retractions(self, admitted_before: set[str]) -> None:
+        preempted = self.scheduler.counters.preemptions > self.preemptions
+        self.preemptions = self.scheduler.counters.preemptions
+        oldest = min((self.lives[i].order for i in admitted_before), default=-1)
+        for life in self.lives.values():
+            if life.request.retractions == life.retractions:
+                continue
+            assert life.request.retractions == life.retractions + 1
+            life.retractions += 1
+            assert not self.launched, "retracted while a launched step names its slots"
+            assert preempted or life.order != oldest, "the oldest admitted request was retracted"
+            life.decoding = life.cut = False
+
+    def _check_order(self, batch: ScheduleBatch) -> None:
+        """Without reuse, priorities and arrival alone decide who is admitted under fcfs."""
+        if self.scheduler.config.schedule_policy != "fcfs" or self.cache:
+            return
+        started = [self.lives[r.request_id] for r in batch.requests[: batch.num_prefill]]
+        started = [life for life in started if not life.cut]
+        waiting = [
+            life
+            for life in self.lives.values()
+            if life.request.row < 0 and not life.request.finish and not life.request.grammar
+        ]
+        for new in started:
+            for other in waiting:
+                older = (-other.request.priority, other.order) < (-new.request.priority, new.order)
+                assert not older, f"{new.request.request_id} overtook {other.request.request_id}"
+
+    def _follow(self, batch: ScheduleBatch) -> None:
+        carried = {request.request_id for request in batch.requests[batch.num_prefill :]}
+        for life in self.lives.values():
+            request = life.request
+            due = life.decoding and life.launched < request.max_new_tokens and not life.ended
+            decode_rows_ride = self.mixing or not batch.num_prefill
+            if due and decode_rows_ride:
+                assert request.request_id in carried, "a running request got no decode row"
+            if request.request_id in carried:
+                assert due, "a decode row for a request that is not running"
+                life.launched += 1
+        for b, request in enumerate(batch.requests[: batch.num_prefill]):
+            life = self.lives[request.request_id]
+            total = len(request.input_ids) + len(request.output_ids)
+            end = batch.starts[b] + batch.lengths[b]
+            assert batch.lengths[b] > 0
+            assert end <= total, "prefills past the end of its tokens"
+            assert not life.decoding
+            if end < total:
+                assert b not in batch.sampled
+                life.cut = True
+            else:
+                assert b in batch.sampled
+                life.cut, life.decoding = False, True
+                life.launched = len(request.output_ids) + 1
+        cut = [life for life in self.lives.values() if life.cut and not life.ended]
+        assert len(cut) <= 1, "more than one prompt is cut"
+
+    # Recount
+
+    def check(self) -> None:
+        """Every invariant, from scratch."""
+        free, deferred, free_rows = self.scheduler.memory.allocator.snapshot()
+        tree = self._tree()
+        self._check_pages(free, deferred, tree)
+        self._check_locks(tree)
+        self._check_rows(free_rows)
+        for _, pages in self.launched:
+            assert pages.isdisjoint(free), "a launched step names a free page"
+
+    def _tree(self) -> dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]]:
+        """Every node by its whole prefix, walked from the roots, with its pages."""
+        found: dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]] = {}
+        for root in self.scheduler.memory.cache._roots.values():
+            stack = [(root, ())]
+            while stack:
+                node, above = stack.pop()
+                assert node.children or node is not root, "an empty namespace is kept"
+                for child in node.children.values():
+                    tokens = (*above, *memoryview(child.key).cast("i"))
+                    assert len(tokens) - len(above) == len(child.pages) * self.page_size
+                    assert child.parent is node
+                    assert not child.dead
+                    found[root.key.decode(), tokens] = (child, list(child.pages))
+                    stack.append((child, tokens))
+        return found
+
+    def _check_pages(self, free: list[int], deferred: list[int], tree: dict[Any, Any]) -> None:
+        owned: Counter[int] = Counter([0, *free, *deferred])
+        cached = [page for _, pages in tree.values() for page in pages]
+        owned.update(cached)
+        private = 0
+        for request in self._holders():
+            own = [page for page in request.pages if page not in set(cached)]
+            private += len(own)
+            owned.update(own)
+            needed = -(-request.length // self.page_size)
+            assert len(request.pages) == needed, "holds other pages than its tokens need"
+        pool = self.scheduler.config.capacity_tokens // self.page_size
+        stats = self.scheduler.statistics()
+        dead = stats.protected_tokens - sum(
+            len(pages) * self.page_size for node, pages in tree.values() if node.locks
+        )
+        if not dead:  # else a failed step's pages wait for their last reader
+            assert all(count == 1 for count in owned.values()), "a page has two owners"
+            assert sorted(owned) == list(range(pool)), "a page has no owner"
+            assert stats.cached_tokens == len(cached) * self.page_size
+            assert stats.private_tokens == private * self.page_size
+        assert stats.free_tokens == len(free) * self.page_size
+        assert stats.reserved_tokens == (1 + len(deferred)) * self.page_size
+        total = stats.free_tokens + stats.cached_tokens + stats.private_tokens
+        assert total + stats.reserved_tokens == pool * self.page_size == stats.capacity_tokens
+
+    def _check_locks(self, tree: dict[Any, tuple[Any, list[int]]]) -> None:
+        """A node is locked once by every request that reads its pages as part of its prefix."""
+        evictable = 0
+        for (namespace, tokens), (node, pages) in tree.items():
+            readers = 0
+            for request in self._holders():
+                history = [*request.input_ids, *request.output_ids]
+                at = len(tokens) // self.page_size
+                mine = list(request.pages[at - len(pages) : at])
+                if mine == pages:
+                    assert request.namespace == namespace
+                    known = min(len(history), len(tokens))
+                    assert history[:known] == list(tokens[:known])
+                    readers += 1
+            assert node.locks == readers, "locks and readers differ"
+            if not readers:
+                evictable += len(pages) * self.page_size
+            if node.parent.parent is not None:
+                assert node.parent.locks >= node.locks
+        assert self.scheduler.statistics().evictable_tokens == evictable
+
+    def _check_rows(self, free_rows: list[int]) -> None:
+        held = [request.row for request in self._holders()]
+        rows = self.scheduler.config.max_running_requests
+        assert sorted(held + free_rows) == list(range(1, rows + 1))
+        for batch, _ in self.launched:
+            for request, row in zip(batch.requests, batch.rows, strict=True):
+                assert request.row == row, "a launched row was given away"
+
+    def _holders(self) -> list[Request]:
+        return [life.request for life in self.lives.values() if life.request.row >= 0]
+
+    @property
+    def page_size(self) -> int:
+        return self.scheduler.config.page_size
+
+
+def expected_tokens(request: Request, tokens: list[int], eos: frozenset[int]) -> tuple[int, str]:
+    """(how many of the tokens that the model would sample are the request's, why it ends)."""
+    stops = set(request.sampling.stop_token_ids)
+    if not request.sampling.ignore_eos:
+        stops |= eos
+    for count, token in enumerate(tokens[: request.max_new_tokens], 1):
+        if token in stops and count > request.sampling.min_tokens:
+            return count, FinishReason.STOP.value
+    return request.max_new_tokens, FinishReason.LENGTH.value

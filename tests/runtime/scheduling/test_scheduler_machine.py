@@ -1,0 +1,293 @@
+"""Random lives of a scheduler: every rule checked after every step, every token on a fake device."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from runtime.config import EVICTION_POLICIES, POLICIES, SchedulerConfig
+from runtime.errors import QueueFull
+from runtime.request import Finish, FinishReason
+from tests.runtime.scheduling.naive_model import NaiveModel, expected_tokens
+from tests.runtime.scheduling.scheduler_harness import EOS, Driver, request
+
+STEPS = 20_000
+
+
+class SwitchGrammar:
+    """Compiled when the test says so."""
+
+    ready = False
+
+
+def script(request_id: str, index: int) -> int:
+    """A token per request and position; about one in 25 is EOS."""
+    value = zlib.crc32(f"{request_id}/{index}".encode())
+    return EOS if value % 25 == 0 else 100 + value % 50
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    page = draw(st.sampled_from([1, 16, 64]))
+    pages = draw(st.integers(6, 40))
+    chunk = draw(st.sampled_from([0, 2, 3, 8])) * page
+    return SchedulerConfig(
+        page_size=page,
+        capacity_tokens=pages * page + draw(st.integers(0, page - 1)),
+        context_length=draw(st.sampled_from([30, 300, 5000])),
+        eos_token_ids=frozenset([EOS]),
+        max_running_requests=draw(st.integers(1, 6)),
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=draw(st.sampled_from([2, 8, 1000])) * page,
+        max_prefill_requests=draw(st.sampled_from([0, 0, 1, 2])),
+        truncation_align_size=draw(st.sampled_from([0, 0, 0, 2 * page])),
+        disable_mixed_chunk=draw(st.booleans()),
+        disable_radix_cache=draw(st.sampled_from([False, False, True])),
+        eviction_policy=draw(st.sampled_from(EVICTION_POLICIES)),
+        schedule_policy=draw(st.sampled_from(POLICIES)),
+        max_queue_skip_ms=draw(st.sampled_from([0.0, 50.0, 2000.0])),
+        schedule_conservativeness=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        clip_max_new_tokens=draw(st.sampled_from([4, 4096])),
+        enable_dynamic_chunking=draw(st.booleans()),
+        tpot_slo_ms=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        enable_prefill_delayer=draw(st.booleans()),
+        delayer_max_passes=draw(st.integers(0, 5)),
+        max_queued_requests=draw(st.sampled_from([0, 0, 5])),
+        priority_preemption_threshold=draw(st.sampled_from([0, 5])),
+        disable_priority_preemption=draw(st.booleans()),
+        waiting_timeout_s=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        running_timeout_s=draw(st.sampled_from([0.0, 0.0, 0.5])),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    steps = 0  # passes over all examples
+
+    @initialize(made=configs(), overlap=st.booleans())
+    def start(self, made: SchedulerConfig, overlap: bool) -> None:
+        self.driver = Driver(made, overlap=overlap, script=script, checked=False)
+        self.scheduler = self.driver.scheduler
+        self.model = NaiveModel(
+            self.scheduler, not made.disable_mixed_chunk, not made.disable_radix_cache
+        )
+        self.grammars: list[SwitchGrammar] = []
+        self.count = 0
+
+    @rule(
+        family=st.integers(0, 2),
+        shared=st.integers(0, 100),
+        own=st.integers(1, 100),
+        max_new=st.sampled_from([1, 2, 5, 20, 60, None]),
+        priority=st.sampled_from([0, 0, 0, 3, 10]),
+        namespace=st.sampled_from(["", "", "salt"]),
+        extra=st.sampled_from(["", "", "", "grammar", "deadline", "ignore_eos", "logprobs"]),
+        min_tokens=st.sampled_from([0, 0, 3]),
+    )
+    def add(
+        self,
+        family: int,
+        shared: int,
+        own: int,
+        max_new: int | None,
+        priority: int,
+        namespace: str,
+        extra: str,
+        min_tokens: int,
+    ) -> None:
+        capacity = self.scheduler.memory.capacity_tokens
+        common = [10_000 * (family + 1) + i for i in range(shared * capacity // 200)]
+        unique = [100_000 + self.count * 500 + i for i in range(max(own * capacity // 200, 1))]
+        options: dict[str, Any] = {}
+        if extra == "grammar":
+            self.grammars.append(SwitchGrammar())
+            options["grammar"] = self.grammars[-1]
+        if extra == "deadline":
+            options["deadline_s"] = self.driver.now + 0.3
+        if extra == "logprobs":
+            options["prompt_logprobs"] = 0
+        made = request(
+            f"r{self.count}",
+            common + unique,
+            60 if extra == "ignore_eos" and max_new is None else max_new,
+            arrival_s=self.driver.now,
+            priority=priority,
+            namespace=namespace,
+            min_tokens=min_tokens,
+            ignore_eos=extra == "ignore_eos",
+            **options,
+        )
+        self.count += 1
+        try:
+            self.driver.add(made)
+        except (ValueError, QueueFull):
+            return
+        except Exception as error:
+            assert type(error).__name__ == "ContextTooLong"
+            return
+        self.model.added(made)
+        self.check()
+
+    @rule(turns=st.integers(1, 12))
+    def turn(self, turns: int) -> None:
+        """The loop as the engine runs it."""
+        for _ in range(turns):
+            planned = self.plan()
+            keep = 1 if self.driver.overlap and planned else 0
+            while len(self.driver.in_flight) > keep:
+                self.commit()
+            self.driver.now += 0.01
+
+    @rule()
+    def plan_early(self) -> None:
+        """A pass at a moment of its own, two steps in flight at most."""
+        self.plan()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def commit_late(self) -> None:
+        self.commit()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def fail_step(self) -> None:
+        batch, _ = self.driver.in_flight.popleft()
+        self.driver.collect(self.scheduler.fail(batch, "device lost", self.driver.now))
+        self.model.committed()
+        self.check()
+
+    @precondition(lambda self: self.model.lives)
+    @rule(pick=st.integers(0, 1000), kind=st.sampled_from(["abort", "abort", "finish"]))
+    def end_one(self, pick: int, kind: str) -> None:
+        live = [name for name, life in self.model.lives.items() if not life.request.finish]
+        if not live:
+            assert not self.scheduler.abort("nobody")
+            return
+        name = live[pick % len(live)]
+        seen = bool(self.model.lives[name].request.output_ids)
+        before = self.model.lives[name].ending
+        if kind == "finish" and seen:
+            taken = self.scheduler.finish(name, Finish(FinishReason.STOP, "text"))
+        else:
+            taken = self.scheduler.abort(name)
+        assert taken != before
+        self.model.marked(name)
+
+    @rule(seconds=st.sampled_from([0.05, 0.4, 3.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.driver.now += seconds
+
+    @precondition(lambda self: self.grammars)
+    @rule()
+    def compile_grammars(self) -> None:
+        for grammar in self.grammars:
+            grammar.ready = True
+
+    @rule()
+    def flush(self) -> None:
+        idle = not self.scheduler.has_unfinished
+        assert self.scheduler.flush() == idle
+        if idle:
+            assert self.scheduler.statistics().cached_tokens == 0
+        self.check()
+
+    @rule(
+        policy=st.sampled_from(POLICIES),
+        eviction=st.sampled_from(EVICTION_POLICIES),
+        mixing=st.booleans(),
+        conservativeness=st.sampled_from([0.0, 1.0]),
+    )
+    def change_options(
+        self, policy: str, eviction: str, mixing: bool, conservativeness: float
+    ) -> None:
+        self.scheduler.change_options(
+            schedule_policy=policy,
+            eviction_policy=eviction,
+            disable_mixed_chunk=not mixing,
+            schedule_conservativeness=conservativeness,
+        )
+        self.model.mixing = mixing
+
+    def teardown(self) -> None:
+        """Arrivals stop: everything ends, with the right tokens, and gives everything back."""
+        if not hasattr(self, "driver"):
+            return
+        self.compile_grammars()
+        self.driver.now += 0.01
+        for _ in range(10_000):
+            if not self.scheduler.has_unfinished:
+                break
+            self.turn(1)
+        assert not self.scheduler.has_unfinished, self.scheduler.statistics()
+        self.driver.assert_all_free()
+        for name, life in self.model.lives.items():
+            self._check_answer(name, life.request)
+
+    # The loop's parts
+
+    def plan(self) -> bool:
+        holders = {
+            name
+            for name, life in self.model.lives.items()
+            if life.request.row >= 0 and not life.request.finish
+        }
+        plan = self.driver.plan()
+        type(self).steps += 1
+        self.model.planned(plan.batch, holders)
+        if plan.batch is None:
+            assert plan.reason
+            if plan.reason == "wait_commit":
+                assert self.driver.in_flight
+        self.check()
+        return plan.batch is not None
+
+    def commit(self) -> None:
+        batch, output = self.driver.in_flight[0]
+        output.device_s = 0.001 + 0.0001 * batch.prefill_tokens + 0.0001 * (batch.step % 7)
+        self.driver.commit()
+        self.model.committed()
+        self.check()
+
+    def check(self) -> None:
+        self.scheduler.check()
+        self.model.check()
+
+    def _check_answer(self, name: str, made: Any) -> None:
+        tokens = self.driver.tokens[name]
+        assert tokens == list(made.output_ids)
+        sampled = [script(name, index) for index in range(made.max_new_tokens)]
+        assert tokens == sampled[: len(tokens)], "tokens lost, doubled or out of order"
+        count, reason = expected_tokens(made, sampled, frozenset([EOS]))
+        assert made.finish is not None
+        natural = made.finish.reason.value in ("stop", "length") and made.finish.matched != "text"
+        if natural:
+            assert (len(tokens), made.finish.reason.value) == (count, reason)
+        else:
+            assert len(tokens) <= count
+
+
+@pytest.mark.slow
+def test_random_lives_break_no_rule() -> None:
+    SchedulerMachine.steps = 0
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=500,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert SchedulerMachine.steps >= STEPS
