@@ -1,0 +1,160 @@
+"""Compiles the CPU kernels of `csrc/` with the system's C++ compiler, once per machine.
+
+Why at first start and not in a wheel: the sources are small (seconds to compile), have a plain C
+interface and no torch headers, and so fit any torch version and exactly this CPU. A library is
+named by a hash of sources, compiler and flags; it is built in a temporary folder and moved into
+place under a lock, so that processes that start together build it once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+SOURCES = Path(__file__).parent / "csrc"
+COMPILERS = ("c++", "g++", "clang++")
+
+# From the fastest to the most common: what the CPU must have (names of /proc/cpuinfo).
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+INSTRUCTION_PATHS: dict[str, tuple[str, ...]] = {
+    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
+    "avx512_vnni": (*_AVX512, "avx512_vnni"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
+
+# No contraction: a product and a sum become one instruction only where the source says so, so
+# that the same expression rounds alike wherever it is inlined.
+COMPILE_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread")
+
+
+class KernelBuildError(Exception):
+    """The kernels cannot be built or do not fit this CPU; the message says why."""
+
+
+def default_cache_dir() -> Path:
+    """$LOOMSERVE_CACHE, else ~/.cache/loomserve."""
+    return Path(os.environ.get("LOOMSERVE_CACHE") or Path.home() / ".cache" / "loomserve")
+
+
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets of this CPU, by their names in /proc/cpuinfo; empty if unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next(
+        (frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")),
+        frozenset(),
+    )
+
+
+def available_paths() -> list[str]:
+    """The instruction paths that this CPU has, the fastest first."""
+    have = cpu_flags()
+    return [path for path, needed in INSTRUCTION_PATHS.items() if have.issuperset(needed)]
+
+
+def find_compiler() -> str:
+    """The C++ compiler: $CXX, else the first of `COMPILERS` on the path.
+
+    Raises:
+        KernelBuildError: there is none.
+    """
+    for name in (os.environ.get("CXX", ""), *COMPILERS):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise KernelBuildError(f"no C++ compiler ($CXX, {', '.join(COMPILERS)}) was found")
+
+
+def build_library(
+    path: str,
+    cache_dir: Path,
+    progress: Callable[[str], None] = lambda message: None,
+    extra_flags: Sequence[str] = (),
+) -> Path:
+    """The shared library for an instruction path, compiled unless the cache has it.
+
+    Args:
+        path: a key of `INSTRUCTION_PATHS`.
+        progress: is told what is being done, in words.
+        extra_flags: further compiler flags, e.g. a sanitizer's.
+    Raises:
+        KernelBuildError: no compiler, or it failed; the message holds the end of its output.
+    """
+    compiler = find_compiler()
+    flags = (*COMPILE_FLAGS, *machine_flags(path), *extra_flags)
+    folder = cache_dir / "kernels"
+    target = folder / f"{path}-{_key(compiler, flags)}.so"
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / "lock"):
+            if not target.exists():  # another process may have been first
+                _build(compiler, flags, target, progress)
+    except OSError as error:
+        raise KernelBuildError(f"the CPU kernels cannot be written to {folder}: {error}") from error
+    return target
+
+
+def machine_flags(path: str) -> tuple[str, ...]:
+    """The compiler's names of a path's instruction sets."""
+    return tuple("-m" + flag.replace("avx512_", "avx512") for flag in INSTRUCTION_PATHS[path])
+
+
+def _key(compiler: str, flags: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    for part in (compiler.encode(), version, " ".join(flags).encode()):
+        digest.update(part + b"\0")
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".cpp", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file unlocks it
+
+
+def _build(
+    compiler: str, flags: Sequence[str], target: Path, progress: Callable[[str], None]
+) -> None:
+    sources = sorted(SOURCES.glob("*.cpp"))
+    progress(f"compiling {len(sources)} files of CPU kernels for {target.name}")
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        objects = [Path(work) / f"{source.stem}.o" for source in sources]
+
+        def compile_one(pair: tuple[Path, Path]) -> None:
+            source, out = pair
+            _run([compiler, *flags, "-c", str(source), "-o", str(out)])
+            progress(f"compiled {source.name}")
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(compile_one, zip(sources, objects, strict=True)))
+        library = Path(work) / target.name
+        _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(library)])
+        os.replace(library, target)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KernelBuildError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

@@ -1,0 +1,185 @@
+#include "api.h"
+
+#include <sys/mman.h>
+
+#include <vector>
+
+#include "attention.h"
+#include "buffer.h"
+#include "decoder.h"
+#include "linear.h"
+#include "rows.h"
+#include "sampling.h"
+
+using namespace loom;
+
+struct LoomContext {
+  LoomContext(int threads, bool pin) : team(threads, pin) {}
+  Team team;
+  Buffer scratch;
+  std::vector<AttentionTask> tasks;
+};
+
+namespace {
+
+// Calls body with a null pointer of the storage type.
+template <class Body>
+void with_type(int type, Body&& body) {
+  if (type == LOOM_BF16) {
+    body((bf16*)nullptr);
+  } else {
+    body((float*)nullptr);
+  }
+}
+
+template <class Body>
+void over_rows(LoomContext* c, int64_t rows, Body&& body) {
+  c->team.run([&](Worker& w) { w.parallel_for(rows, body); });
+}
+
+}  // namespace
+
+extern "C" {
+
+LoomContext* loom_open(int threads, int pin) { return new LoomContext(threads, pin != 0); }
+
+void loom_close(LoomContext* c) { delete c; }
+
+int64_t loom_packed_bytes(int kind, int64_t n, int64_t k) {
+  return (n + kPanel - 1) / kPanel * panel_bytes(kind, k);
+}
+
+void loom_pack(LoomContext* c, int kind, const void* weight, int type, int64_t n, int64_t k,
+               int64_t stride, void* out) {
+  over_rows(c, (n + kPanel - 1) / kPanel, [&](int64_t p) {
+    pack_panels(kind, weight, type, n, k, stride, p, p + 1, (char*)out);
+  });
+}
+
+void loom_use_large_pages(void* start, int64_t bytes) {
+  constexpr int64_t page = 4096;
+  auto from = ((int64_t)start + page - 1) / page * page, to = ((int64_t)start + bytes) / page * page;
+  // Advice only: where the system has no large pages the buffer works as it is.
+  if (to > from) madvise((void*)from, size_t(to - from), MADV_HUGEPAGE);
+}
+
+void loom_linear(LoomContext* c, const LoomLinear* layer, const void* x, int type, int64_t rows,
+                 int64_t stride, void* out) {
+  int64_t bytes = row_bytes(layer->kind, layer->k);
+  char* encoded = c->scratch.reserve(rows * bytes);
+  Epilogue e;
+  e.out = out;
+  e.out_type = type;
+  e.stride = layer->n;
+  c->team.run([&](Worker& w) {
+    w.parallel_for(rows, [&](int64_t r) {
+      static thread_local std::vector<float> wide;
+      wide.resize(size_t(layer->k));
+      with_type(type, [&](auto* t) {
+        copy_row((const std::remove_pointer_t<decltype(t)>*)x + r * stride, layer->k, wide.data());
+      });
+      encode_row(layer->kind, wide.data(), layer->k, encoded + r * bytes);
+    });
+    linear(w, *layer, {encoded, bytes}, rows, e);
+  });
+}
+
+void loom_rms_norm(LoomContext* c, const void* x, const void* weight, int type, int64_t rows,
+                   int64_t stride, int64_t dim, float eps, void* out) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    over_rows(c, rows, [&](int64_t r) {
+      rms_norm_row((const T*)x + r * stride, (const T*)weight, dim, eps, (T*)out + r * dim);
+    });
+  });
+}
+
+void loom_add_rms_norm(LoomContext* c, const void* x, void* residual, const void* weight, int type,
+                       int64_t rows, int64_t dim, float eps, void* out) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    over_rows(c, rows, [&](int64_t r) {
+      T* sum = (T*)residual + r * dim;
+      add_row((const T*)x + r * dim, dim, sum);
+      rms_norm_row(sum, (const T*)weight, dim, eps, (T*)out + r * dim);
+    });
+  });
+}
+
+void loom_act_and_mul(LoomContext* c, const void* x, int type, int64_t rows, int64_t dim,
+                      int activation, void* out) {
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    over_rows(c, rows, [&](int64_t r) {
+      const T *gate = (const T*)x + r * 2 * dim, *up = gate + dim;
+      for (int64_t d = 0; d < dim; d += kLanes) {
+        int n = int(std::min<int64_t>(kLanes, dim - d));
+        F16 y = act_and_mul(activation, load_n(gate + d, n), load_n(up + d, n));
+        store_n((T*)out + r * dim + d, y, n);
+      }
+    });
+  });
+}
+
+int loom_rotary(LoomContext* c, void* x, int type, int64_t tokens, int64_t heads, int64_t stride,
+                int64_t head_stride, const int64_t* positions, const float* rope,
+                int64_t rope_positions, int64_t rotary_dim, int interleaved) {
+  for (int64_t t = 0; t < tokens; t++) {
+    if (positions[t] < 0 || positions[t] >= rope_positions) return LOOM_BAD_POSITION;
+  }
+  with_type(type, [&](auto* p) {
+    using T = std::remove_pointer_t<decltype(p)>;
+    over_rows(c, tokens, [&](int64_t t) {
+      for (int64_t h = 0; h < heads; h++) {
+        rotate_head((T*)x + t * stride + h * head_stride, rope + positions[t] * rotary_dim,
+                    rotary_dim, interleaved != 0);
+      }
+    });
+  });
+  return LOOM_OK;
+}
+
+int loom_store_kv(LoomContext* c, const void* x, int type, int64_t tokens, int64_t stride,
+                  int64_t head_stride, int64_t heads, int64_t dim, void* pool, int pool_type,
+                  int64_t pool_slots, const int64_t* slots) {
+  for (int64_t t = 0; t < tokens; t++) {
+    if (slots[t] >= pool_slots) return LOOM_BAD_SLOT;
+  }
+  with_type(type, [&](auto* p) {
+    using T = std::remove_pointer_t<decltype(p)>;
+    with_type(pool_type, [&](auto* s) {
+      using S = std::remove_pointer_t<decltype(s)>;
+      over_rows(c, tokens, [&](int64_t t) {
+        if (slots[t] < 0) return;
+        for (int64_t h = 0; h < heads; h++) {
+          copy_row((const T*)x + t * stride + h * head_stride, dim,
+                   (S*)pool + (slots[t] * heads + h) * dim);
+        }
+      });
+    });
+  });
+  return LOOM_OK;
+}
+
+int loom_attention(LoomContext* c, const void* q, int type, int64_t stride, int64_t head_stride,
+                   int64_t heads, int64_t kv_heads, int64_t dim, const LoomPools* pools,
+                   int pool_type, int64_t pool_slots, const LoomBatch* batch,
+                   const LoomAttention* spec, void* out) {
+  if (LoomStatus status = check_batch(*batch, pool_slots)) return status;
+  AttentionCall call = {q,         type,      stride, head_stride, heads, kv_heads, dim, *pools,
+                        pool_type, batch,     *spec,  out,         type,  heads * dim};
+  c->tasks.clear();
+  plan_attention(*batch, heads / kv_heads, c->tasks);
+  c->team.run([&](Worker& w) { attention(w, call, c->tasks); });
+  return LOOM_OK;
+}
+
+int loom_decode_step(LoomContext* c, const LoomDecoder* decoder, const LoomStep* step) {
+  if (LoomStatus status = check_step(*decoder, *step)) return status;
+  run_step(c->team, *decoder, *step, c->scratch, c->tasks);
+  return LOOM_OK;
+}
+
+int loom_sample(LoomContext* c, const LoomSampling* s) { return sample(c->team, *s); }
+
+}  // extern "C"

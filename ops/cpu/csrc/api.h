@@ -1,0 +1,156 @@
+// The plain C interface of the CPU kernels. ops/cpu/native.py mirrors these structs field by field
+// and checks types, shapes and strides before it calls; what depends on the data (ids, positions,
+// slots, pages) is checked here, and a bad value gives a status, never an access out of bounds.
+#pragma once
+
+#include <stdint.h>
+
+extern "C" {
+
+enum LoomType { LOOM_F32 = 0, LOOM_BF16 = 1 };
+
+// How a linear layer's weight is stored.
+enum LoomKind { LOOM_KIND_F32 = 0, LOOM_KIND_BF16 = 1, LOOM_KIND_INT8 = 2, LOOM_KIND_INT4 = 3 };
+
+enum LoomActivation { LOOM_SILU = 0, LOOM_GELU_TANH = 1, LOOM_GELU = 2 };
+
+enum LoomStatus {
+  LOOM_OK = 0,
+  LOOM_BAD_TOKEN = 1,
+  LOOM_BAD_POSITION = 2,
+  LOOM_BAD_SLOT = 3,
+  LOOM_BAD_PAGE = 4,
+  LOOM_BAD_ROWS = 5,
+  LOOM_BAD_LOGIT_TOKEN = 6,
+};
+
+// A packed weight [n, k] with its bias, as `loom_pack` wrote it.
+struct LoomLinear {
+  const void* panels;
+  const float* bias;  // [n] or null
+  int64_t n;
+  int64_t k;
+  int32_t kind;
+  int32_t reserved;
+};
+
+// Which keys each row of a step attends to; see ops/op_set.py: AttentionBatch.
+struct LoomBatch {
+  const int32_t* block_table;  // [table_rows, table_stride]
+  int64_t table_rows;
+  int64_t table_stride;
+  int64_t table_pages;  // columns that may be read
+  const int32_t* rows;
+  const int32_t* qo_indptr;
+  const int32_t* kv_lens;
+  int64_t batch;
+  int64_t tokens;
+  int64_t page_size;
+};
+
+struct LoomAttention {
+  float scale;
+  float soft_cap;  // 0: off
+  int64_t window;  // 0: off
+  const float* sinks;  // [heads] or null
+};
+
+struct LoomPools {
+  void* k;  // [slots, kv_heads, head_dim], contiguous
+  void* v;
+};
+
+struct LoomLayer {
+  LoomLinear qkv, o, gate_up, down;
+  const float* input_norm;
+  const float* post_attention_norm;
+  const float* q_norm;              // [head_dim] or null
+  const float* k_norm;              // [head_dim] or null
+  const float* attention_out_norm;  // or null
+  const float* mlp_out_norm;        // or null
+  const float* rope;                // [rope_positions, rotary_dim] or null
+  int64_t rope_positions;
+  LoomAttention attention;
+};
+
+struct LoomDecoder {
+  int64_t vocab, hidden, layers, heads, kv_heads, head_dim, intermediate, rotary_dim;
+  int32_t embedding_type;  // LoomType
+  int32_t activation;      // LoomActivation
+  int32_t rope_interleaved;
+  int32_t pool_type;  // LoomType
+  float eps, embed_scale, logit_scale, residual_scale, logit_soft_cap;
+  int32_t reserved;
+  const void* embedding;  // [vocab, hidden]
+  const LoomLayer* layer;
+  const float* final_norm;
+  LoomLinear lm_head;
+};
+
+struct LoomStep {
+  LoomBatch batch;
+  const int64_t* input_ids;  // [tokens]
+  const int64_t* positions;  // [tokens]
+  const int64_t* slots;      // [tokens], negative: not stored
+  const int64_t* logit_tokens;
+  int64_t logits;         // how many tokens give logits
+  const LoomPools* pools;  // one per layer
+  int64_t pool_slots;
+  float* out;  // [logits, vocab]
+};
+
+struct LoomSampling {
+  float* logits;  // [batch, vocab], overwritten
+  int64_t batch, vocab, stride;
+  const float *temperature, *top_p, *min_p;
+  const int32_t* top_k;
+  const int64_t *seed, *position;
+  int64_t *out;
+  const int64_t *bias_row, *bias_token;
+  const float* bias_value;
+  int64_t biases;
+  const int32_t* state_rows;  // null: no penalties
+  const float *repetition, *presence, *frequency;
+  const uint8_t* prompt_mask;  // [state rows, vocab]
+  int32_t* output_counts;      // [state rows, vocab]
+  int64_t states;
+  const int64_t *banned_row, *banned_token;
+  int64_t banned;
+  const int64_t* mask_rows;
+  const int32_t* mask_bits;  // [masks, mask_words]
+  int64_t masks, mask_words;
+};
+
+// Threads and scratch memory. One call at a time.
+struct LoomContext;
+LoomContext* loom_open(int threads, int pin);
+void loom_close(LoomContext*);
+
+int64_t loom_packed_bytes(int kind, int64_t n, int64_t k);
+void loom_pack(LoomContext*, int kind, const void* weight, int type, int64_t n, int64_t k,
+               int64_t stride, void* out);
+// Asks the system for large pages behind a buffer; without them the streams of a step miss the TLB.
+void loom_use_large_pages(void* start, int64_t bytes);
+
+// Strides count elements. Every `type` is a LoomType.
+void loom_linear(LoomContext*, const LoomLinear*, const void* x, int type, int64_t rows,
+                 int64_t stride, void* out);
+void loom_rms_norm(LoomContext*, const void* x, const void* weight, int type, int64_t rows,
+                   int64_t stride, int64_t dim, float eps, void* out);
+void loom_add_rms_norm(LoomContext*, const void* x, void* residual, const void* weight, int type,
+                       int64_t rows, int64_t dim, float eps, void* out);
+void loom_act_and_mul(LoomContext*, const void* x, int type, int64_t rows, int64_t dim,
+                      int activation, void* out);
+int loom_rotary(LoomContext*, void* x, int type, int64_t tokens, int64_t heads, int64_t stride,
+                int64_t head_stride, const int64_t* positions, const float* rope,
+                int64_t rope_positions, int64_t rotary_dim, int interleaved);
+int loom_store_kv(LoomContext*, const void* x, int type, int64_t tokens, int64_t stride,
+                  int64_t head_stride, int64_t heads, int64_t dim, void* pool, int pool_type,
+                  int64_t pool_slots, const int64_t* slots);
+int loom_attention(LoomContext*, const void* q, int type, int64_t stride, int64_t head_stride,
+                   int64_t heads, int64_t kv_heads, int64_t dim, const LoomPools*, int pool_type,
+                   int64_t pool_slots, const LoomBatch*, const LoomAttention*, void* out);
+int loom_decode_step(LoomContext*, const LoomDecoder*, const LoomStep*);
+int loom_sample(LoomContext*, const LoomSampling*);
+
+}  // extern "C"

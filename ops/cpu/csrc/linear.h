@@ -1,0 +1,115 @@
+// The packed linear layer: y = x W^T (+ bias), one kernel family for every number of rows.
+//
+// Layout. A weight [N, K] becomes ceil(N / 16) panels of 16 outputs each. A panel lists its K in
+// order, one 64-byte line per step:
+//   float32   1 k a line:  16 floats
+//   bfloat16  2 k a line:  16 pairs (k, k + 1), what one dpbf16 instruction takes
+//   int8      4 k a line:  16 quads of unsigned bytes (w / scale + 128); after the lines, 16 half
+//             scales per 64 k
+//   int4      8 k a line:  16 quads in the low halves (k .. k + 3) and in the high halves
+//             (k + 4 .. k + 7); after the lines, 16 half scales and 16 half minima per 32 k
+// K is padded with zeros to whole lines, int8 and int4 to whole groups.
+//
+// Order. Each output is one accumulator that walks K in steps of one line from 0 upwards, whatever
+// the number of rows beside it, so a row's result never depends on its neighbours (nor on the
+// number of threads). The int kinds add up a group in int32 and the groups in float32, in order.
+//
+// Blocking. Two panels (32 outputs) by up to kRowTile rows of accumulators stay in registers. A
+// thread takes a pair of panels over all rows, then claims the next pair, whose lines it prefetches
+// meanwhile: with few rows the weights stream at memory bandwidth, with many they are read once
+// from memory and stay in the cache for the other row tiles.
+#pragma once
+
+#include <cstdint>
+
+#include "api.h"
+#include "simd.h"
+#include "team.h"
+
+namespace loom {
+
+constexpr int kPanel = 16;  // outputs of a panel
+constexpr int kPair = 2 * kPanel;
+constexpr int kInt8Group = 64;  // k of a scale
+constexpr int kInt4Group = 32;
+
+// How the input rows of a linear layer are stored: by the weight's kind and by the machine.
+enum class Format { kFloat, kBf16, kInt8 };
+
+Format input_format(int kind);
+
+// Encoded rows: `stride` bytes from row to row.
+struct Rows {
+  const char* data;
+  int64_t stride;
+};
+
+int64_t padded_k(int kind, int64_t k);
+int64_t panel_bytes(int kind, int64_t k);
+
+// Bytes of one encoded row, a multiple of 64.
+int64_t row_bytes(int kind, int64_t k);
+
+// Writes x [k] as a row of `kind`, padding with zeros. `out` is 64-byte aligned.
+void encode_row(int kind, const float* x, int64_t k, char* out);
+
+// What becomes of a row's 32 sums.
+struct Epilogue {
+  enum Mode {
+    kStore,      // out = scale * (sum + bias), then the soft cap
+    kAdd,        // out += scale * (sum + bias)
+    kActAndMul,  // out = act(gate) * up; the panels pair gate i with up i
+  };
+  Mode mode = kStore;
+  int out_type = LOOM_F32;  // LOOM_BF16 is meant for kStore and kActAndMul
+  int activation = LOOM_SILU;
+  float scale = 1.0f;
+  float soft_cap = 0.0f;
+  void* out = nullptr;
+  int64_t stride = 0;  // elements
+};
+
+// The linear layer that follows, whose first lines are fetched at the end of the one before.
+struct Coming {
+  const LoomLinear* layer = nullptr;
+  bool gated = false;  // it will run with kActAndMul
+};
+
+// y for rows x; ends the phase.
+void linear(Worker& worker, const LoomLinear& layer, Rows x, int64_t rows, const Epilogue& epilogue,
+            Coming coming = {});
+
+// out[r][0 .. 31] (+)= sum over `steps` lines of x[r] * (panel 0, panel 1), for r < rows.
+// The building block of `linear` and of attention; `Pair` says what a line is.
+struct Tile {
+  const char* x;
+  int64_t x_stride;  // bytes
+  const char* panel0;
+  const char* panel1;
+  int64_t steps;
+  float* out;
+  int64_t out_stride;  // elements
+  bool accumulate;
+  const char* prefetch0;  // null or lines to fetch meanwhile, one per step
+  const char* prefetch1;
+};
+
+void tile_float(int rows, const Tile& tile);
+#if defined(__AVX512BF16__)
+void tile_bf16(int rows, const Tile& tile);
+#endif
+// Rows of a tile that fit the registers; `rows` above is at most this.
+#if defined(__AVX512F__)
+constexpr int kRowTile = 12;
+#else
+constexpr int kRowTile = 3;
+#endif
+
+// dst[j] = a * activation(gate[j]) * up[j] for 16 lanes.
+F16 act_and_mul(int activation, F16 gate, F16 up);
+
+// x as panels of `kind`, see above. Panels first <= p < last are written.
+void pack_panels(int kind, const void* weight, int type, int64_t n, int64_t k, int64_t stride,
+                 int64_t first, int64_t last, char* out);
+
+}  // namespace loom

@@ -1,0 +1,105 @@
+// Register tiles: R rows by two panels of accumulators, one line of each panel per step.
+#pragma once
+
+#include "linear.h"
+
+namespace loom {
+
+inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
+
+template <int R>
+struct Accumulators {
+  F16 a[R][2];
+
+  void start(const Tile& t) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      a[r][0] = t.accumulate ? load(t.out + r * t.out_stride) : splat(0.0f);
+      a[r][1] = t.accumulate ? load(t.out + r * t.out_stride + kPanel) : splat(0.0f);
+    }
+  }
+
+  void finish(const Tile& t) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      store(t.out + r * t.out_stride, a[r][0]);
+      store(t.out + r * t.out_stride + kPanel, a[r][1]);
+    }
+  }
+};
+
+// Calls step(s) for every line s while the lines to prefetch are requested.
+template <class Step>
+inline void walk(const Tile& t, Step&& step) {
+  // Without a panel to come the current one is named: a line in the cache costs nothing.
+  const char* next0 = t.prefetch0 ? t.prefetch0 : t.panel0;
+  const char* next1 = t.prefetch1 ? t.prefetch1 : t.panel1;
+  for (int64_t s = 0; s < t.steps; s++) {
+    prefetch(next0 + 64 * s);
+    prefetch(next1 + 64 * s);
+    step(s);
+  }
+}
+
+// x float, panels float.
+template <int R>
+void tile_f32(const Tile& t) {
+  Accumulators<R> acc;
+  acc.start(t);
+  walk(t, [&](int64_t s) {
+    F16 b0 = load((const float*)(t.panel0 + 64 * s)), b1 = load((const float*)(t.panel1 + 64 * s));
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      F16 x = splat(((const float*)(t.x + r * t.x_stride))[s]);
+      acc.a[r][0] = fma(x, b0, acc.a[r][0]);
+      acc.a[r][1] = fma(x, b1, acc.a[r][1]);
+    }
+  });
+  acc.finish(t);
+}
+
+// x float, panels bfloat16 pairs.
+template <int R>
+void tile_bf16_by_fma(const Tile& t) {
+  Accumulators<R> acc;
+  acc.start(t);
+  walk(t, [&](int64_t s) {
+    const char *line0 = t.panel0 + 64 * s, *line1 = t.panel1 + 64 * s;
+    F16 even0 = pair_even(line0), even1 = pair_even(line1);
+    F16 odd0 = pair_odd(line0), odd1 = pair_odd(line1);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const float* x = (const float*)(t.x + r * t.x_stride) + 2 * s;
+      F16 x0 = splat(x[0]), x1 = splat(x[1]);
+      acc.a[r][0] = fma(x1, odd0, fma(x0, even0, acc.a[r][0]));
+      acc.a[r][1] = fma(x1, odd1, fma(x0, even1, acc.a[r][1]));
+    }
+  });
+  acc.finish(t);
+}
+
+#if defined(__AVX512BF16__)
+// x bfloat16, panels bfloat16 pairs: one instruction adds two products per lane.
+template <int R>
+void tile_bf16_by_dot(const Tile& t) {
+  Accumulators<R> acc;
+  acc.start(t);
+  walk(t, [&](int64_t s) {
+    __m512bh b0 = (__m512bh)_mm512_loadu_si512(t.panel0 + 64 * s);
+    __m512bh b1 = (__m512bh)_mm512_loadu_si512(t.panel1 + 64 * s);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      int pair;
+      memcpy(&pair, t.x + r * t.x_stride + 4 * s, 4);
+      __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+      acc.a[r][0].v = _mm512_dpbf16_ps(acc.a[r][0].v, x, b0);
+      acc.a[r][1].v = _mm512_dpbf16_ps(acc.a[r][1].v, x, b1);
+    }
+  });
+  acc.finish(t);
+}
+#endif
+
+using TileFunction = void (*)(const Tile&);
+
+}  // namespace loom

@@ -1,0 +1,141 @@
+"""The compiled kernel library, loaded: its functions with their types, its threads, its errors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ops.cpu import structs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+
+_STATUS = {
+    1: "a token id is outside the vocabulary",
+    2: "a position is outside the rotary table",
+    3: "a slot is outside the KV pool",
+    4: "a page of the block table is outside the KV pool, or a row has more pages than the table",
+    5: "rows, qo_indptr and kv_lens do not fit together or the block table",
+    6: "a logit token is outside the step",
+}
+
+_L, _B, _A, _P = (
+    POINTER(s) for s in (structs.Linear, structs.Batch, structs.Attention, structs.Pools)
+)
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "loom_open": (c_void_p, (c_int, c_int)),
+    "loom_close": (None, (c_void_p,)),
+    "loom_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
+    "loom_pack": (None, (c_void_p, c_int, c_void_p, c_int, *[c_int64] * 3, c_void_p)),
+    "loom_use_large_pages": (None, (c_void_p, c_int64)),
+    "loom_linear": (None, (c_void_p, _L, c_void_p, c_int, c_int64, c_int64, c_void_p)),
+    "loom_rms_norm": (
+        None,
+        (c_void_p, c_void_p, c_void_p, c_int, *[c_int64] * 3, c_float, c_void_p),
+    ),
+    "loom_add_rms_norm": (
+        None,
+        (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_float, c_void_p),
+    ),
+    "loom_act_and_mul": (None, (c_void_p, c_void_p, c_int, c_int64, c_int64, c_int, c_void_p)),
+    "loom_rotary": (
+        c_int,
+        (
+            *(c_void_p, c_void_p, c_int, *[c_int64] * 4),
+            *(c_void_p, c_void_p, c_int64, c_int64, c_int),
+        ),
+    ),
+    "loom_store_kv": (
+        c_int,
+        (c_void_p, c_void_p, c_int, *[c_int64] * 5, c_void_p, c_int, c_int64, c_void_p),
+    ),
+    "loom_attention": (
+        c_int,
+        (c_void_p, c_void_p, c_int, *[c_int64] * 5, _P, c_int, c_int64, _B, _A, c_void_p),
+    ),
+    "loom_decode_step": (c_int, (c_void_p, POINTER(structs.Decoder), POINTER(structs.Step))),
+    "loom_sample": (c_int, (c_void_p, POINTER(structs.Sampling))),
+}
+
+
+class Library:
+    """A loaded library with a team of threads. One call at a time; each lets go of the GIL.
+
+    Args:
+        path: what `build.build_library` returned.
+        threads: threads of a call, the calling one included; 0: one per core that may be used.
+        pinning: bind thread i to the i-th of these cores.
+    """
+
+    def __init__(self, path: Path, threads: int = 0, pinning: bool = False) -> None:
+        self.path = path
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self._functions = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._functions, name)
+            function.restype, function.argtypes = result, arguments
+        self._context = c_void_p(self._functions.loom_open(self.threads, pinning))
+        self._closer = weakref.finalize(self, self._functions.loom_close, self._context)
+
+    def close(self) -> None:
+        """Ends the threads; nothing may be called afterwards. Idempotent."""
+        self._closer()
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Runs a kernel.
+
+        Raises:
+            IndexError: an id, position, slot, page or row in the data is out of its range.
+        """
+        status = getattr(self._functions, name)(self._context, *arguments)
+        if status:
+            raise IndexError(f"{name}: {_STATUS[status]}")
+
+    def packed_bytes(self, kind: int, n: int, k: int) -> int:
+        return int(self._functions.loom_packed_bytes(kind, n, k))
+
+    def use_large_pages(self, buffer: Tensor) -> None:
+        self._functions.loom_use_large_pages(buffer.data_ptr(), buffer.nbytes)
+
+
+def check(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    *dtypes: torch.dtype,
+    strided: bool = False,
+) -> None:
+    """Raises unless a tensor may be handed to a kernel: a kernel trusts its pointers.
+
+    Args:
+        shape: the expected sizes, None where any will do.
+        dtypes: the allowed types.
+        strided: strides other than the last may be anything; otherwise contiguous.
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed.
+    """
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{name}: type {tensor.dtype}, expected {allowed}")
+    given = tuple(tensor.shape)
+    if len(given) != len(shape) or any(
+        want is not None and have != want for have, want in zip(given, shape, strict=True)
+    ):
+        raise ValueError(f"{name}: shape {list(given)}, expected {list(shape)}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name}: on {tensor.device}, expected the cpu")
+    laid_out = tensor.stride(-1) == 1 or given[-1] <= 1 if strided else tensor.is_contiguous()
+    if not laid_out:
+        wanted = "a contiguous last dimension" if strided else "a contiguous tensor"
+        raise ValueError(f"{name}: strides {list(tensor.stride())}, expected {wanted}")

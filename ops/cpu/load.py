@@ -1,0 +1,78 @@
+"""Chooses the CPU's op set: native kernels where they can be built, plain torch elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ops.cpu import build
+from ops.cpu.library import Library
+from ops.cpu.native import NativeOps
+from ops.cpu.op_set import CpuOps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+KERNELS = ("auto", "native", "torch")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuOptions:
+    """How the CPU's operations run.
+
+    Args:
+        kernels: "native" kernels, plain "torch", or "auto": native where they can be built.
+        threads: of the native kernels; 0: one per core that may be used.
+        pinning: bind the kernels' threads to cores.
+        cache_dir: where compiled kernels are kept; None: `build.default_cache_dir()`.
+        path: an instruction path of `build.INSTRUCTION_PATHS`; None: the best of this CPU.
+    """
+
+    kernels: str = "auto"
+    threads: int = 0
+    pinning: bool = False
+    cache_dir: Path | None = None
+    path: str | None = None
+
+
+def load_cpu_ops(
+    options: CpuOptions, progress: Callable[[str], None] = log.info
+) -> tuple[CpuOps, str]:
+    """The op set and, in words, what it runs on and why.
+
+    Raises:
+        ValueError: no such kind of kernels.
+        build.KernelBuildError: native kernels were asked for and cannot be had.
+    """
+    if options.kernels not in KERNELS:
+        raise ValueError(f"kernels {options.kernels!r}: expected one of {', '.join(KERNELS)}")
+    if options.kernels == "torch":
+        return CpuOps(), "torch, as asked for"
+    try:
+        path = _choose_path(options.path)
+        file = build.build_library(path, options.cache_dir or build.default_cache_dir(), progress)
+    except build.KernelBuildError as error:
+        if options.kernels == "native":
+            raise
+        reason = str(error)
+        log.warning("no native CPU kernels, plain torch serves: %s", reason)
+        return CpuOps(), f"torch: {reason.splitlines()[0]}"
+    library = Library(file, options.threads, options.pinning)
+    return NativeOps(library), f"native {path}, {library.threads} threads"
+
+
+def _choose_path(wanted: str | None) -> str:
+    available = build.available_paths()
+    if not available:
+        raise build.KernelBuildError("this CPU has none of the supported instruction sets")
+    if wanted is None:
+        return available[0]
+    if wanted not in available:
+        raise build.KernelBuildError(
+            f"instruction path {wanted!r}: this CPU has {', '.join(available)}"
+        )
+    return wanted

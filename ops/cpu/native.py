@@ -1,0 +1,254 @@
+"""The CPU's op set on native kernels (`csrc/`): checked calls, one ctypes call per operation.
+
+What the kernels do not have (float16) is left to the plain torch ops this class extends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ops.cpu import structs
+from ops.cpu.library import ACTIVATIONS, KINDS, TYPES, Library, check
+from ops.cpu.op_set import CpuOps
+
+if TYPE_CHECKING:
+    from ops.op_set import (
+        AttentionBatch,
+        AttentionSpec,
+        CompiledDecoder,
+        DecoderSpec,
+        DecoderWeights,
+        SamplingTensors,
+    )
+
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """A weight [n, k] in panels (csrc/linear.h), with its bias [n] in float32."""
+
+    panels: Tensor
+    bias: Tensor | None
+    n: int
+    k: int
+    kind: str
+
+    def struct(self) -> structs.Linear:
+        """Points into this object, which must outlive it."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return structs.Linear(self.panels.data_ptr(), bias, self.n, self.k, KINDS[self.kind], 0)
+
+
+class NativeOps(CpuOps):
+    """The operations on CPU tensors. Used by one thread at a time."""
+
+    name = "cpu-native"
+
+    def __init__(self, library: Library) -> None:
+        super().__init__()
+        self.library = library
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
+    ) -> Any:
+        if quantization is None and weight.dtype not in FLOATS:
+            return super().pack_linear(weight, bias)
+        if quantization not in (None, "int8", "int4"):
+            raise ValueError(f"quantization {quantization!r}: expected None, 'int8' or 'int4'")
+        if weight.dtype not in FLOATS:
+            weight = weight.float()
+        check("weight", weight, (None, None), *FLOATS, strided=True)
+        n, k = weight.shape
+        if n == 0 or k == 0:
+            raise ValueError(f"weight: shape {[n, k]}, expected at least one row and one column")
+        if bias is not None:
+            check("bias", bias, (n,), *FLOATS, torch.float16)
+            bias = bias.float()
+        kind = quantization or ("bfloat16" if weight.dtype == torch.bfloat16 else "float32")
+        panels = torch.empty(self.library.packed_bytes(KINDS[kind], n, k), dtype=torch.uint8)
+        self.library.use_large_pages(panels)
+        self.library.call(
+            "loom_pack",
+            *(KINDS[kind], weight.data_ptr(), TYPES[weight.dtype], n, k),
+            *(weight.stride(0), panels.data_ptr()),
+        )
+        return NativeLinear(panels, bias, n, k, kind)
+
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        if not isinstance(packed, NativeLinear):
+            return super().linear(x, packed)
+        check("x", x, (None, packed.k), *FLOATS, strided=True)
+        out = torch.empty((x.shape[0], packed.n), dtype=x.dtype)
+        layer = packed.struct()
+        self.library.call(
+            "loom_linear",
+            *(layer, x.data_ptr(), TYPES[x.dtype], x.shape[0], x.stride(0), out.data_ptr()),
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype not in FLOATS:
+            return super().rms_norm(x, weight, eps)
+        dim = x.shape[-1]
+        check("x", x, (None,) * x.dim(), *FLOATS, strided=True)
+        check("weight", weight, (dim,), x.dtype)
+        # Rows of one stride as they are; anything else (a slice of heads) is laid out first.
+        rows = x if x.dim() == 2 else x.reshape(-1, dim)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self.library.call(
+            "loom_rms_norm",
+            *(rows.data_ptr(), weight.data_ptr(), TYPES[x.dtype], rows.shape[0], rows.stride(0)),
+            *(dim, eps, out.data_ptr()),
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype not in FLOATS:
+            return super().add_rms_norm(x, residual, weight, eps)
+        rows, dim = residual.shape
+        check("residual", residual, (None, None), *FLOATS)
+        check("x", x, (rows, dim), residual.dtype)
+        check("weight", weight, (dim,), residual.dtype)
+        out = torch.empty_like(residual)
+        self.library.call(
+            "loom_add_rms_norm",
+            *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), TYPES[x.dtype], rows, dim),
+            *(eps, out.data_ptr()),
+        )
+        return out
+
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, rope: Tensor, *, interleaved: bool
+    ) -> None:
+        if q.dtype not in FLOATS:
+            super().rotary(q, k, positions, rope, interleaved=interleaved)
+            return
+        check("rope", rope, (None, None), torch.float32)
+        check("positions", positions, (q.shape[0],), torch.int64)
+        rotary_dim = rope.shape[1]
+        for name, x in (("q", q), ("k", k)):
+            check(name, x, (q.shape[0], None, None), *FLOATS, strided=True)
+            if rotary_dim % 2 or rotary_dim > x.shape[-1]:
+                raise ValueError(
+                    f"rope: {rotary_dim} columns, expected an even number up to the head"
+                    f" dimension of {name}, {x.shape[-1]}"
+                )
+            self.library.call(
+                "loom_rotary",
+                *(x.data_ptr(), TYPES[x.dtype], *x.shape[:2], *x.stride()[:2]),
+                *(positions.data_ptr(), rope.data_ptr(), *rope.shape, int(interleaved)),
+            )
+
+    def store_kv(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+        if k.dtype not in FLOATS:
+            super().store_kv(k, v, k_pool, v_pool, slots)
+            return
+        check("slots", slots, (k.shape[0],), torch.int64)
+        for name, x, pool in (("k", k, k_pool), ("v", v, v_pool)):
+            check(name, x, tuple(k.shape), *FLOATS, strided=True)
+            check(f"{name}_pool", pool, (None, *k.shape[1:]), *FLOATS)
+            self.library.call(
+                "loom_store_kv",
+                *(x.data_ptr(), TYPES[x.dtype], x.shape[0], *x.stride()[:2], *x.shape[1:]),
+                *(pool.data_ptr(), TYPES[pool.dtype], pool.shape[0], slots.data_ptr()),
+            )
+
+    def extend_attention(
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        if q.dtype not in FLOATS:
+            return super().extend_attention(q, k_pool, v_pool, batch, spec)
+        check("q", q, (None, None, None), *FLOATS, strided=True)
+        tokens, heads, dim = q.shape
+        check("k_pool", k_pool, (None, None, dim), *FLOATS)
+        check("v_pool", v_pool, tuple(k_pool.shape), k_pool.dtype)
+        slots, kv_heads = k_pool.shape[:2]
+        check_attention_shape(heads, kv_heads, dim)
+        out = torch.empty((tokens, heads, dim), dtype=q.dtype)
+        pools = structs.Pools(k_pool.data_ptr(), v_pool.data_ptr())
+        sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
+        self.library.call(
+            "loom_attention",
+            *(q.data_ptr(), TYPES[q.dtype], *q.stride()[:2], heads, kv_heads, dim),
+            *(pools, TYPES[k_pool.dtype], slots, batch_struct(batch, tokens)),
+            *(attention_struct(spec, sinks, heads), out.data_ptr()),
+        )
+        return out
+
+    decode_attention = extend_attention
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return self._act_and_mul(x, "silu")
+
+    def gelu_and_mul(self, x: Tensor, *, tanh: bool) -> Tensor:
+        return self._act_and_mul(x, "gelu_tanh" if tanh else "gelu")
+
+    def _act_and_mul(self, x: Tensor, activation: str) -> Tensor:
+        if x.dtype not in FLOATS:
+            if activation == "silu":
+                return super().silu_and_mul(x)
+            return super().gelu_and_mul(x, tanh=activation == "gelu_tanh")
+        check("x", x, (None, None), *FLOATS)
+        rows, width = x.shape
+        if width % 2:
+            raise ValueError(f"x: {width} columns, expected gate and up of the same width")
+        out = torch.empty((rows, width // 2), dtype=x.dtype)
+        self.library.call(
+            "loom_act_and_mul",
+            *(x.data_ptr(), TYPES[x.dtype], rows, width // 2),
+            *(ACTIVATIONS[activation], out.data_ptr()),
+        )
+        return out
+
+    def sample(self, logits: Tensor, s: SamplingTensors) -> Tensor:
+        from ops.cpu.native_sampling import sampling_struct
+
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        struct = sampling_struct(logits, s, out)
+        self.library.call("loom_sample", struct)
+        return out
+
+    def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
+        from ops.cpu.native_decoder import NativeDecoder, fits
+
+        return NativeDecoder(self.library, spec, weights) if fits(spec, weights) else None
+
+
+def check_attention_shape(heads: int, kv_heads: int, dim: int) -> None:
+    """Raises ValueError unless the attention kernel takes this shape."""
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads {heads}: expected a multiple of the KV heads, {kv_heads}")
+    if dim % 8 or not 8 <= dim <= 256:
+        raise ValueError(f"head dimension {dim}: expected a multiple of 8 up to 256")
+
+
+def batch_struct(batch: AttentionBatch, tokens: int) -> structs.Batch:
+    """The batch for a kernel, checked. Points into the batch's tensors."""
+    table, rows = batch.block_table, batch.rows
+    count = rows.shape[0]
+    check("block_table", table, (None, None), torch.int32, strided=True)
+    check("rows", rows, (None,), torch.int32)
+    check("qo_indptr", batch.qo_indptr, (count + 1,), torch.int32)
+    check("kv_lens", batch.kv_lens, (count,), torch.int32)
+    if batch.page_size < 1:
+        raise ValueError(f"page_size {batch.page_size}: expected at least 1")
+    return structs.Batch(
+        *(table.data_ptr(), table.shape[0], table.stride(0), table.shape[1]),
+        *(rows.data_ptr(), batch.qo_indptr.data_ptr(), batch.kv_lens.data_ptr()),
+        *(count, tokens, batch.page_size),
+    )
+
+
+def attention_struct(spec: AttentionSpec, sinks: Tensor | None, heads: int) -> structs.Attention:
+    """The attention's parameters for a kernel; `sinks` must outlive it."""
+    pointer = None
+    if sinks is not None:
+        check("sinks", sinks, (heads,), torch.float32)
+        pointer = ctypes.c_void_p(sinks.data_ptr())
+    return structs.Attention(spec.scale, spec.soft_cap, spec.window, pointer)

@@ -1,0 +1,138 @@
+"""The structs of `csrc/api.h` for ctypes, field by field in the same order."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+
+class Linear(ctypes.Structure):
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("kind", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class Batch(ctypes.Structure):
+    _fields_ = (
+        ("block_table", c_void_p),
+        ("table_rows", c_int64),
+        ("table_stride", c_int64),
+        ("table_pages", c_int64),
+        ("rows", c_void_p),
+        ("qo_indptr", c_void_p),
+        ("kv_lens", c_void_p),
+        ("batch", c_int64),
+        ("tokens", c_int64),
+        ("page_size", c_int64),
+    )
+
+
+class Attention(ctypes.Structure):
+    _fields_ = (
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("window", c_int64),
+        ("sinks", c_void_p),
+    )
+
+
+class Pools(ctypes.Structure):
+    _fields_ = (("k", c_void_p), ("v", c_void_p))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv", Linear),
+        ("o", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("input_norm", c_void_p),
+        ("post_attention_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("attention_out_norm", c_void_p),
+        ("mlp_out_norm", c_void_p),
+        ("rope", c_void_p),
+        ("rope_positions", c_int64),
+        ("attention", Attention),
+    )
+
+
+class Decoder(ctypes.Structure):
+    _fields_ = (
+        ("vocab", c_int64),
+        ("hidden", c_int64),
+        ("layers", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("intermediate", c_int64),
+        ("rotary_dim", c_int64),
+        ("embedding_type", c_int32),
+        ("activation", c_int32),
+        ("rope_interleaved", c_int32),
+        ("pool_type", c_int32),
+        ("eps", c_float),
+        ("embed_scale", c_float),
+        ("logit_scale", c_float),
+        ("residual_scale", c_float),
+        ("logit_soft_cap", c_float),
+        ("reserved", c_int32),
+        ("embedding", c_void_p),
+        ("layer", ctypes.POINTER(Layer)),
+        ("final_norm", c_void_p),
+        ("lm_head", Linear),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        ("batch", Batch),
+        ("input_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("logit_tokens", c_void_p),
+        ("logits", c_int64),
+        ("pools", ctypes.POINTER(Pools)),
+        ("pool_slots", c_int64),
+        ("out", c_void_p),
+    )
+
+
+class Sampling(ctypes.Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("batch", c_int64),
+        ("vocab", c_int64),
+        ("stride", c_int64),
+        ("temperature", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("seed", c_void_p),
+        ("position", c_void_p),
+        ("out", c_void_p),
+        ("bias_row", c_void_p),
+        ("bias_token", c_void_p),
+        ("bias_value", c_void_p),
+        ("biases", c_int64),
+        ("state_rows", c_void_p),
+        ("repetition", c_void_p),
+        ("presence", c_void_p),
+        ("frequency", c_void_p),
+        ("prompt_mask", c_void_p),
+        ("output_counts", c_void_p),
+        ("states", c_int64),
+        ("banned_row", c_void_p),
+        ("banned_token", c_void_p),
+        ("banned", c_int64),
+        ("mask_rows", c_void_p),
+        ("mask_bits", c_void_p),
+        ("masks", c_int64),
+        ("mask_words", c_int64),
+    )
