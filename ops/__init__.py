@@ -5,11 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ops.cpu.load import CpuOptions
     from ops.op_set import OpSet
 
 
+def load_cpu(options: CpuOptions, progress: Callable[[str], None]) -> tuple[OpSet, str]:
+    """The CPU's op set as the options ask for, and in words what it runs on and why.
+
+    Args:
+        progress: told what is being compiled, where something is.
+    Raises:
+        ops.cpu.build.KernelBuildError: native kernels were asked for and cannot be had.
+    """
+    from ops.cpu.load import load_cpu_ops
+
+    return load_cpu_ops(options, progress)
+
+
 def load(backend: str) -> OpSet:
-    """The op set of a backend: "reference", "cpu" or "gpu".
+    """The op set of a backend: "reference", "cpu" (plain torch; see `load_cpu`) or "gpu".
 
     Raises:
         ValueError: there is no such backend.

@@ -71,7 +71,7 @@ def build_runner(
     checkpoint = open_checkpoint(path)
     family = read_family(checkpoint.config)
     context_length = _context_length(config, family)
-    device = open_device(config, _checkpoint_dtype(checkpoint))
+    device = open_device(config, _checkpoint_dtype(checkpoint), progress)
     progress(f"loading {path.name} on {device.description}")
     loader = WeightLoader(
         family,

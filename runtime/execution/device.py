@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 import ops
+from ops.cpu.build import KernelBuildError
+from ops.cpu.load import CpuOptions
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from ops.op_set import OpSet
@@ -116,11 +121,16 @@ class Device:
         return total - free
 
 
-def open_device(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
+def open_device(
+    config: RunnerConfig,
+    checkpoint_dtype: torch.dtype,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Device:
     """The device that the options ask for, set up.
 
     Args:
         checkpoint_dtype: what `--dtype auto` starts from.
+        progress: told what is being compiled, where something is.
     Raises:
         ConfigError: the device is not there, or does not have what the options ask for.
     """
@@ -129,13 +139,33 @@ def open_device(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         return _open_cuda(config, checkpoint_dtype)
-    return _open_cpu(config, checkpoint_dtype)
+    return _open_cpu(config, checkpoint_dtype, progress)
 
 
-def _open_cpu(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
-    if config.cpu_threads > 0:
-        torch.set_num_threads(config.cpu_threads)
-    op_set = ops.load("cpu")
+def _open_cpu(
+    config: RunnerConfig, checkpoint_dtype: torch.dtype, progress: Callable[[str], None]
+) -> Device:
+    options = CpuOptions(
+        kernels=config.cpu_kernels,
+        threads=config.cpu_threads,
+        pinning=config.cpu_pinning,
+        cache_dir=None if config.cache_dir is None else Path(config.cache_dir).expanduser(),
+    )
+    try:
+        op_set, kernels = ops.load_cpu(options, progress)
+    except KernelBuildError as error:
+        raise ConfigError(f"cpu_kernels 'native': {error}") from error
+    if kernels.startswith("native"):
+        # The kernels have their own threads; torch's would take the cores from them.
+        torch.set_num_threads(1)
+    else:
+        if config.quantization is not None:
+            raise ConfigError(
+                f"quantization {config.quantization!r}: needs native CPU kernels; here: {kernels}"
+            )
+        if config.cpu_threads > 0:
+            torch.set_num_threads(config.cpu_threads)
+        kernels += f", {torch.get_num_threads()} threads"
     return Device(
         torch_device=torch.device("cpu"),
         dtype=_dtype(config.dtype, checkpoint_dtype, bfloat16=_cpu_has_bfloat16()),
@@ -144,7 +174,7 @@ def _open_cpu(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
         pinned=False,
         graphs=False,
         memory_budget_bytes=None,
-        description=f"cpu, {torch.get_num_threads()} threads",
+        description=f"cpu, kernels: {kernels}",
     )
 
 
