@@ -43,6 +43,7 @@ class WaitClocks:
     def __init__(self) -> None:
         self.totals = [0.0] * len(WAIT_REASONS)
         self.current = Reason.NEXT_PASS
+        self._apart = [0.0] * len(WAIT_REASONS)  # of requests that waited for a term of their own
         self._now: float | None = None
         self._singled_out: list[tuple[Request, Reason]] = []
 
@@ -57,6 +58,7 @@ class WaitClocks:
         for request, reason in self._singled_out:
             waited = record_of(request).waited
             waited[_INDEX[reason]] += elapsed
+            self._apart[_INDEX[reason]] += elapsed
             if request.row < 0:  # a waiting one also runs on the common clock
                 waited[common] -= elapsed
 
@@ -94,10 +96,13 @@ class WaitClocks:
         if not record.waited:
             record.waited = [0.0] * len(WAIT_REASONS)
         record.waited[_INDEX[reason]] += max(seconds, 0.0)
+        self._apart[_INDEX[reason]] += max(seconds, 0.0)
 
     def totals_by_reason(self) -> dict[str, float]:
-        """Seconds that each term has blocked the queue since start."""
-        return {r.value: total for r, total in zip(WAIT_REASONS, self.totals, strict=True)}
+        """Seconds since start for which each term has blocked the queue, or, where it is a term
+        of single requests, for which they have waited, summed over them."""
+        both = zip(WAIT_REASONS, self.totals, self._apart, strict=True)
+        return {reason.value: queue + apart for reason, queue, apart in both}
 
     def waited_seconds(self, request: Request) -> dict[str, float]:
         """Seconds waited so far per blocking term; terms without any are left out."""
