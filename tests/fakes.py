@@ -1,0 +1,174 @@
+"""A model that needs no weights: a byte tokenizer, a chat template, and a server on `SimRunner`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from aiohttp import ClientSession, web
+from tokenizers import decoders, models, pre_tokenizers
+
+from runtime.config import RunnerConfig, SchedulerConfig
+from runtime.scheduling.scheduler import Scheduler
+from runtime.simulation.sim_runner import SimRunner
+from server.app import make_app
+from server.args import ServerConfig
+from server.chat_template import ChatTemplate
+from server.launcher import Parts, make_service
+from server.sockets import listen
+from server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from runtime.request import Request
+    from server.service import Service
+
+IM_START, IM_END = 256, 257
+VOCAB_SIZE = 258
+MODEL = "fake"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHATML) -> Tokenizer:
+    """Token ids 0..255 are bytes, 256 and 257 ChatML's special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
+    backend = tokenizers.Tokenizer(models.BPE(dict(zip(alphabet, range(256), strict=True)), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    template = ChatTemplate({"default": chat_template}, {}) if chat_template else None
+    return Tokenizer(backend, chat_template=template)
+
+
+def _byte_of(character: str) -> int:
+    """The byte of a character of GPT-2's alphabet: plain ones are themselves, the others follow
+    from U+0100 in order."""
+    code = ord(character)
+    others = [b for b in range(256) if not (0x21 <= b <= 0x7E or 0xA1 <= b <= 0xAC or b >= 0xAE)]
+    return others[code - 256] if code >= 256 else code
+
+
+def says(text: str) -> Callable[[Request, int], int]:
+    """A script: every request gets this text, then the end of the turn."""
+    ids = [*text.encode(), IM_END]
+    return lambda request, index: ids[min(index, len(ids) - 1)]
+
+
+def counts(request: Request, index: int) -> int:
+    """A script: letters that depend on the prompt and the index, for ever."""
+    start = sum(request.input_ids) % 26
+    return ord("a") + (start + index) % 26
+
+
+@dataclass
+class FakeServer:
+    """A running server and a client for it."""
+
+    url: str
+    service: Service
+    runner: SimRunner
+    client: ClientSession
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+        """Status and JSON of an answer."""
+        async with self.client.post(self.url + path, json=body, **options) as answer:
+            return answer.status, await answer.json()
+
+    async def get(self, path: str, **options: Any) -> tuple[int, Any]:
+        async with self.client.get(self.url + path, **options) as answer:
+            return answer.status, await answer.json()
+
+    async def complete(self, prompt: Any = "hello", **fields: Any) -> Any:
+        """The body of a completion that must succeed."""
+        status, body = await self.post("/v1/completions", {"prompt": prompt, **fields})
+        assert status == 200, body
+        return body
+
+    async def chat(self, messages: Any = "hello", **fields: Any) -> Any:
+        """The body of a chat completion that must succeed."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        status, body = await self.post("/v1/chat/completions", {"messages": messages, **fields})
+        assert status == 200, body
+        return body
+
+    async def events(self, path: str, body: Any) -> list[str]:
+        """The data of every event of a stream, in order."""
+        async with self.client.post(self.url + path, json={**body, "stream": True}) as answer:
+            assert answer.status == 200, await answer.text()
+            raw = (await answer.read()).decode()
+        return [line.removeprefix("data: ") for line in raw.split("\n\n") if line]
+
+    async def wait_idle(self) -> None:
+        """Returns when nothing is alive and nothing in flight; the books must then be right."""
+        scheduler = self.service.engine.scheduler
+        async with asyncio.timeout(30):
+            # No event says "idle": whatever the server has to do is done between two turns.
+            while scheduler.has_unfinished or self.service.generator.live:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        scheduler.check()
+        found = scheduler.statistics()
+        assert found.private_tokens == 0
+        assert found.protected_tokens == 0, "a lock is held"
+        assert found.free_tokens + found.cached_tokens + found.reserved_tokens == (
+            found.capacity_tokens
+        )
+        assert found.free_rows == scheduler.config.max_running_requests
+
+
+def make_fake_service(
+    runner: SimRunner | None = None,
+    tokenizer: Tokenizer | None = None,
+    *,
+    scheduler: dict[str, Any] | None = None,
+    context_length: int = 2048,
+    **options: Any,
+) -> Service:
+    """A service on a simulated runner. scheduler, options: fields of the two configs."""
+    runner = runner or fake_runner()
+    tokenizer = tokenizer or byte_tokenizer()
+    config = SchedulerConfig(
+        capacity_tokens=runner.info.max_total_tokens,
+        context_length=context_length,
+        eos_token_ids=frozenset({IM_END}),
+        **{"max_running_requests": 16, "chunked_prefill_size": 64, **(scheduler or {})},
+    )
+    server_config = ServerConfig(runner=RunnerConfig(), port=0, **options)
+    parts = Parts(runner, Scheduler(config), tokenizer, MODEL)
+    return make_service(server_config, parts)
+
+
+def fake_runner(script: Callable[[Request, int], int] = counts, **options: Any) -> SimRunner:
+    return SimRunner(script, vocab_size=VOCAB_SIZE, **options)
+
+
+@contextlib.asynccontextmanager
+async def fake_server(service: Service | None = None, **options: Any) -> AsyncIterator[FakeServer]:
+    """A server on a free port, and a client. options: of `make_fake_service`."""
+    service = service or make_fake_service(**options)
+    service.engine.start()
+    runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    (sock,) = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    assert runner.server is not None
+    factory = service.connections.guard(runner.server)
+    server = await asyncio.get_running_loop().create_server(factory, sock=sock)
+    simulated = service.engine.runner
+    assert isinstance(simulated, SimRunner)
+    async with ClientSession() as client:
+        try:
+            yield FakeServer(f"http://127.0.0.1:{port}", service, simulated, client)
+        finally:
+            await service.engine.stop()
+    server.close()
+    await runner.cleanup()
+    service.tokenizer.close()
+    simulated.close()
