@@ -17,6 +17,7 @@ from aiohttp import web
 from server.anthropic_api import anthropic_error
 from server.chat_endpoints import CHAT_ROUTES
 from server.completions import chat_completions, completions
+from server.generate_api import generate
 from server.http_errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
 from server.native_api import NATIVE_ROUTES
 from server.service import REQUEST_ID, SERVICE, Service, json_response
@@ -50,6 +51,7 @@ def make_app(service: Service) -> web.Application:
         [
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/generate", generate),
             *CHAT_ROUTES,
             *NATIVE_ROUTES,
         ]

@@ -31,27 +31,34 @@ def wrong(name: str, value: Any, allowed: str) -> InvalidRequest:
 class BodyFields:
     """A JSON object whose fields are read by type.
 
+    Args:
+        prefix: where the object stands in the body, for messages.
+        names: what this object calls a field, for fields that it calls otherwise.
+
     Raises: InvalidRequest: from every method, where a value is not of that type or range.
     """
 
-    __slots__ = ("_prefix", "values")
+    __slots__ = ("_names", "_prefix", "values")
 
-    def __init__(self, values: Any, prefix: str = "") -> None:
+    def __init__(
+        self, values: Any, prefix: str = "", names: Mapping[str, str] | None = None
+    ) -> None:
         if not isinstance(values, dict):
             raise wrong(prefix or "body", values, "a JSON object")
         self.values: Mapping[str, Any] = values
         self._prefix = prefix + "." if prefix else ""
+        self._names = names or {}
 
     def get(self, name: str) -> Any:
         """The raw value; None when absent."""
-        return self.values.get(name)
+        return self.values.get(self._names.get(name, name))
 
     def error(self, name: str, allowed: str) -> InvalidRequest:
         """The error for this field's value."""
-        return wrong(self._prefix + name, self.values.get(name), allowed)
+        return wrong(self._prefix + self._names.get(name, name), self.get(name), allowed)
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -59,7 +66,7 @@ class BodyFields:
         return value
 
     def string(self, name: str, default: str | None = None) -> str | None:
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             return default
         if not isinstance(value, str):
@@ -69,7 +76,7 @@ class BodyFields:
     def integer(
         self, name: str, *, low: int, high: int | None = None, default: int | None = None
     ) -> int | None:
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             return default
         allowed = f"an integer of at least {low}"
@@ -89,7 +96,7 @@ class BodyFields:
         above: bool = False,
     ) -> float:
         """A finite number from low to high; with `above`, low itself is excluded."""
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             return default
         good = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
@@ -99,7 +106,7 @@ class BodyFields:
 
     def strings(self, name: str, *, most: int, longest: int = 4096) -> tuple[str, ...]:
         """A string or a list of strings, none empty."""
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             return ()
         items = [value] if isinstance(value, str) else value
@@ -112,16 +119,16 @@ class BodyFields:
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """A list of token ids of the vocabulary."""
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             return ()
         if not isinstance(value, list):
             raise self.error(name, "a list of token ids")
-        check_token_ids(value, vocab_size, self._prefix + name)
+        check_token_ids(value, vocab_size, self._prefix + self._names.get(name, name))
         return tuple(value)
 
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             return default
         if value not in allowed:

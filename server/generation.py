@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from types import TracebackType
 
-    from runtime.request import Finish, SamplingParams
+    from runtime.request import Finish, Request, SamplingParams
     from server.engine import Engine
     from server.openai_protocol import ApiLimits, GenerationParams
     from server.request_stream import Delta, RequestStream
@@ -74,6 +74,11 @@ class Generation:
         self._generator = generator
         self._stream = stream
         self._completion_tokens = 0
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The engine's requests, by choice index."""
+        return self._stream.requests
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come, until every choice has ended.

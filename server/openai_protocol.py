@@ -123,7 +123,7 @@ def parse_completion(body: Any, limits: ApiLimits) -> CompletionRequest:
             " choices are allowed",
             param="prompt",
         )
-    params = _generation_params(
+    params = generation_params(
         fields,
         limits,
         max_tokens=max_tokens,
@@ -155,7 +155,7 @@ def parse_chat(body: Any, limits: ApiLimits) -> ChatRequest:
     if top is not None and not wanted:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
     n = fields.integer("n", low=1, high=limits.max_n, default=1) or 1
-    params = _generation_params(
+    params = generation_params(
         fields, limits, max_tokens=max_tokens, logprobs=(top or 0) if wanted else None, n=n
     )
     return ChatRequest(messages=messages, render=render_options(fields, messages), params=params)
@@ -213,7 +213,7 @@ def _prompts(fields: BodyFields, limits: ApiLimits) -> list[str | list[int]]:
     return value
 
 
-def _generation_params(
+def generation_params(
     fields: BodyFields,
     limits: ApiLimits,
     *,
@@ -225,6 +225,7 @@ def _generation_params(
     echo: bool = False,
     hide_logprobs: bool = False,
 ) -> GenerationParams:
+    """Parameters from the fields that every endpoint shares, and from those it reads itself."""
     options = fields.get("stream_options")
     usage = options is not None and BodyFields(options, "stream_options").boolean("include_usage")
     timeout = fields.number("timeout", 0.0, low=0.0)

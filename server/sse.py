@@ -48,6 +48,8 @@ class EventStream:
 
         Raises: SlowReader: it stayed full. ConnectionError: the client has gone.
         """
+        if not data:
+            return
         if not self.response.prepared:
             await self.response.prepare(self._request)
         try:
