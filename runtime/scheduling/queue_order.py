@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TREE_WINDOW = 128  # requests that are matched against the cache in one pass
 SORT_WINDOW = 512
 _CACHE_AWARE = ("lpm", "dfs-weight")
+_MATCHES_WINDOW = (*_CACHE_AWARE, "hrrn")
 
 
 class QueueOrder:
@@ -76,7 +77,7 @@ class QueueOrder:
                 record.passed_over_s = now
 
     def _window(self) -> list[Entry]:
-        size = TREE_WINDOW if self._policy in _CACHE_AWARE else SORT_WINDOW
+        size = TREE_WINDOW if self._policy in _MATCHES_WINDOW else SORT_WINDOW
         return self._queue.entries[:size]
 
     def _aged_key(
@@ -95,7 +96,9 @@ class QueueOrder:
         if policy == "lof":
             return lambda request: -request.max_new_tokens
         if policy == "hrrn":
-            return lambda request: -_response_ratio(request, computed_tokens)
+            return lambda request: (
+                -_response_ratio(request, computed_tokens, self._memory.match_length(request))
+            )
         if policy == "dfs-weight":
             visits = self._depth_first([entry[2] for entry in self._window()])
             return lambda request: visits[request.request_id]
@@ -144,7 +147,10 @@ class QueueOrder:
             first = last
 
 
-def _response_ratio(request: Request, computed_tokens: int) -> float:
+def _response_ratio(request: Request, computed_tokens: int, cached: int) -> float:
+    # Service is what is still to compute: on prompts with shared prefixes, counting the cached
+    # part as well made hrrn no better than fcfs.
     record = record_of(request)
-    service = len(request.input_ids) + len(request.output_ids) + remaining_tokens(request)
+    to_prefill = len(request.input_ids) + len(request.output_ids) - cached
+    service = to_prefill + remaining_tokens(request)
     return 1.0 + (computed_tokens - record.arrival_tokens) / service
