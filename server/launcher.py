@@ -274,7 +274,7 @@ async def _drain(service: Service) -> None:
 
 def _announce(url: str, service: Service) -> None:
     """The ready line, and a command to try it with."""
-    body: dict[str, Any] = {"model": service.limits.model, "stream": True}
+    body: dict[str, Any] = {"model": service.limits.model, "stream": True, "temperature": 0}
     if service.tokenizer.chat_template is not None:
         path = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
