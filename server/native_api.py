@@ -137,12 +137,19 @@ async def flush_cache(request: web.Request) -> web.Response:
     return json_response({"flushed": flushed, "message": message}, 200 if flushed else 409)
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("loomserve")
+    except importlib.metadata.PackageNotFoundError:  # run from a folder, never installed
+        return "unknown"
+
+
 async def server_info(request: web.Request) -> web.Response:
     """GET /server_info: options (no secrets), runner, and the scheduler's figures."""
     service = request.app[SERVICE]
     return json_response(
         {
-            "version": importlib.metadata.version("loomserve"),
+            "version": _version(),
             "model": service.limits.model,
             "options": public_options(service.config),
             "runner": service.engine.runner.info.details,
