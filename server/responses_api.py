@@ -194,6 +194,7 @@ class ResponseAnswer:
         self._open: _Open | None = None
         self._events = 0
         self._reasoning_tokens = 0
+        self._reasoned = self._answering = False
         self._status = "in_progress"
         self._incomplete: str | None = None
         self._begun = False
@@ -213,9 +214,16 @@ class ResponseAnswer:
                 out += self._text("message", text)
             for call in part.get("tool_calls", ()):
                 out += self._call(call)
-        if parts and all("reasoning_content" in part for part in parts):
-            self._reasoning_tokens += len(delta.token_ids)
+        self._count_reasoning(parts, len(delta.token_ids))
         return out
+
+    def _count_reasoning(self, parts: list[dict[str, Any]], tokens: int) -> None:
+        """Tokens up to the answer are the reasoning's, its marks included, where there is any."""
+        thought = any("reasoning_content" in part for part in parts)
+        self._reasoned |= thought
+        self._answering |= bool(parts) and not thought
+        if not self._answering:
+            self._reasoning_tokens += tokens
 
     def closing(self) -> bytes:
         """The events that end the stream."""
@@ -341,7 +349,9 @@ class ResponseAnswer:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {
+                "reasoning_tokens": self._reasoning_tokens if self._reasoned else 0
+            },
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 
