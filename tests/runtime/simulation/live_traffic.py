@@ -43,7 +43,8 @@ def live_config(**options: Any) -> SchedulerConfig:
         "page_size": 4,
         "max_running_requests": 12,
         "chunked_prefill_size": 32,
-        "schedule_conservativeness": 0.2,
+        "schedule_conservativeness": 0.1,
+        "clip_max_new_tokens": 16,
         "eos_token_ids": frozenset({EOS}),
         "max_queued_requests": 40,
         "waiting_timeout_s": 20.0,
@@ -78,6 +79,12 @@ class LiveTraffic:
             self._serve(scheduler, steps)
         finally:
             writer.close()
+        counters = scheduler.statistics().counters
+        self.counts |= {
+            "retractions": counters.retractions,
+            "preemptions": counters.preemptions,
+            "chunks": counters.chunks,
+        }
         return scheduler
 
     def _serve(self, scheduler: RecordingScheduler, steps: int) -> None:
@@ -114,14 +121,14 @@ class LiveTraffic:
     ) -> None:
         self._tick()
         draw = self._random.random()
-        if draw < 0.01:
+        if draw < 0.003:
             self._count("failed steps")
             self._note(scheduler.fail(batch, "the device was lost", self.now))
             return
         # The runner's tokens, but for an EOS now and then.
         tokens = [EOS if self._random.random() < 0.01 else token for token in tokens]
         output = self._runner_output(tokens)
-        if tokens and draw < 0.03:
+        if tokens and draw < 0.013:
             self._count("failed rows")
             output.failed[self._random.randrange(len(tokens))] = "a NaN among the logits"
         self._note(scheduler.commit(batch, output, self.now))
@@ -153,7 +160,7 @@ class LiveTraffic:
         if draw.random() < 0.01:
             self._count("unknown aborts")
             assert not scheduler.abort("nobody")
-        if draw.random() < 0.01:
+        if draw.random() < (0.01 if scheduler.has_unfinished else 0.5):
             scheduler.flush()
         if step == 700 and "going down" not in self.counts:
             self._count("going down")

@@ -46,11 +46,13 @@ def test_recorded_run_has_everything_in_it(recorded: tuple[Path, LiveTraffic]) -
     assert kinds == {(True, True), (True, False), (False, True)}
     # A chunk that is not its prompt's last is a prefill row that is not sampled.
     assert any(len(e["batch"]["sampled"]) < len(e["batch"]["rows"]) for e in plans)
-    for name in ("stop", "length", "abort", "error", "failed steps", "failed rows", "text stops"):
+    for name in (
+        "stop", "length", "abort", "timeout", "failed steps", "failed rows", "text stops",
+        "retractions", "preemptions", "QueueFull",
+    ):  # fmt: skip
         assert traffic.counts.get(name, 0) > 0, (name, traffic.counts)
     assert any(event["result"] for event in events_of(path, "flush"))
     assert events_of(path, "grammar")
-    # Retracted requests are admitted twice: they come twice at a start within their own prompt.
     assert any(event["reason"] == "wait_commit" for event in events_of(path, "plan"))
 
 
