@@ -99,19 +99,21 @@ def share_within(result: SimulationResult, target_s: float, kind: str = "mixed")
     return sum(s <= target_s for s in times) / len(times) if times else math.nan
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that is aligned as plain text too: first column left, the others right."""
+def markdown_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, left: tuple[int, ...] = (0,)
+) -> str:
+    """A table that is aligned as plain text too: figures to the right, columns `left` of words."""
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
 
     def render(cells: Sequence[str]) -> str:
         padded = [
-            c.ljust(w) if i == 0 else c.rjust(w)
-            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         return "| " + " | ".join(padded) + " |"
 
-    rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    rule = ["-" * w if i in left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join([render(lines[0]), render(rule), *map(render, lines[1:])])
 
 
