@@ -40,10 +40,11 @@ def main() -> None:
 
 def has_pip() -> bool:
     """Whether .venv is usable: an interrupted run may have left one without pip."""
-    if not PYTHON.exists():
-        return False
     command = [str(PYTHON), "-m", "pip", "--version"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def run(*command: str) -> None:
