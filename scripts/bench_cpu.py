@@ -31,6 +31,7 @@ import json
 import os
 import platform
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -232,6 +233,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Returns the exit status: 1 where a request failed, 2 where no server answers."""
     options = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     size = ModelSize(**{name: getattr(options, name) for name in asdict(ModelSize())})
     floors = Floors(measure_machine(), size)
     try:
