@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from runtime.scheduling.step_time_model import solve
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Row = tuple[float, ...]
-
-
-def solve_linear(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float] | None:
-    """Gaussian elimination with partial pivoting; None for a singular system."""
-    size = len(right)
-    rows = [[*map(float, line), float(value)] for line, value in zip(matrix, right, strict=True)]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
-        if abs(rows[pivot][column]) < 1e-12:
-            return None
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        head = rows[column]
-        for below in range(column + 1, size):
-            factor = rows[below][column] / head[column]
-            if factor:
-                rows[below] = [a - factor * b for a, b in zip(rows[below], head, strict=True)]
-    solution = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
-        solution[i] = (rows[i][size] - known) / rows[i][i]
-    return solution
 
 
 def fit_nonnegative(
@@ -70,6 +51,6 @@ def fit_nonnegative(
 def _solve_active(gram: list[list[float]], right: list[float], active: list[int]) -> list[float]:
     """The normal equations of the active features. A ridge of 1e-10 of each diagonal entry makes
     features that the data cannot tell apart share their effect rather than fail."""
-    matrix = [[gram[i][j] * (1 + 1e-10 * (i == j)) for j in active] for i in active]
-    solution = solve_linear(matrix, [right[i] for i in active])
-    return solution if solution is not None else [0.0] * len(active)
+    return solve(
+        [[*(gram[i][j] * (1 + 1e-10 * (i == j)) for j in active), right[i]] for i in active]
+    )

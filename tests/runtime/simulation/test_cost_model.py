@@ -12,7 +12,7 @@ from runtime.errors import ConfigError, LoomserveError
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.simulation.cost_fit import StepTime, fit_cost_model
 from runtime.simulation.cost_model import CostModel, StepShape, StepTimer
-from runtime.simulation.least_squares import fit_nonnegative, solve_linear
+from runtime.simulation.least_squares import fit_nonnegative
 from runtime.simulation.machines import MACHINE_NAMES, machine
 
 TRUE = CostModel(
@@ -104,11 +104,6 @@ def test_fit_refuses_too_few_steps() -> None:
     times = [StepTime(StepShape(decode_rows=1), 0.01)] * 15
     with pytest.raises(LoomserveError, match="at least 16 measured steps, 15 given"):
         fit_cost_model(times)
-
-
-def test_linear_solver_pivots_and_tells_a_singular_system() -> None:
-    assert solve_linear([[0.0, 2.0], [4.0, 1.0]], [6.0, 7.0]) == pytest.approx([1.0, 3.0])
-    assert solve_linear([[1.0, 2.0], [2.0, 4.0]], [1.0, 2.0]) is None
 
 
 def test_coefficients_never_come_out_negative() -> None:
