@@ -83,6 +83,10 @@ class GgufCheckpoint:
                 f" {', '.join(_ARCHITECTURES)} can be served"
             )
         self._architecture = str(architecture)
+        if self.metadata.get("split.count", 1) > 1:
+            raise ModelError(
+                f"{path}: is one of several parts; join them (llama-gguf-split --merge)"
+            )
         self._sources = {
             self._hugging_face_name(tensor.name): tensor
             for tensor in reader.tensors
@@ -144,13 +148,17 @@ class GgufCheckpoint:
     def _make_config(self, frequencies: NDArray[Any] | None) -> dict[str, Any]:
         heads = self._value("{arch}.attention.head_count")
         hidden = self._value("{arch}.embedding_length")
+        if isinstance(heads, list):
+            raise ModelError(
+                f"{self.path}: layers with different numbers of heads cannot be served"
+            )
         head_dim = self._value("{arch}.attention.key_length", hidden // heads)
         theta = self._value("{arch}.rope.freq_base", 10000.0)
         rope = {"rope_theta": theta, **self._rope_scaling(frequencies, head_dim, theta)}
         config: dict[str, Any] = {
             "architectures": [_ARCHITECTURES[self._architecture].class_name],
             "model_type": self._architecture,
-            "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
+            "vocab_size": tensor_info(self, "model.embed_tokens.weight").shape[0],
             "hidden_size": hidden,
             "intermediate_size": self._value("{arch}.feed_forward_length"),
             "num_hidden_layers": self._value("{arch}.block_count"),
@@ -170,6 +178,10 @@ class GgufCheckpoint:
             "dtype": self._common_dtype(),
             "torch_dtype": self._common_dtype(),
         }
+        window = self.metadata.get(f"{self._architecture}.attention.sliding_window")
+        if self._architecture == "llama" and window:  # how Mistral's models are stored
+            config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+            config["sliding_window"] = window
         for name in ("bos", "eos"):
             config[f"{name}_token_id"] = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         config["pad_token_id"] = self.metadata.get("tokenizer.ggml.padding_token_id")

@@ -49,7 +49,10 @@ def folder(tmp_path):
 def test_single_file_gives_what_was_saved(tmp_path, dtype):
     model = make_llama()
     checkpoint = open_checkpoint(write_folder(model, tmp_path, dtype))
-    assert same(read_all(checkpoint), {n: t.to(dtype) for n, t in tensors_of(model).items()})
+    assert same(
+        read_all(checkpoint),
+        {n: t.to(dtype) if t.ndim == 2 else t for n, t in tensors_of(model).items()},
+    )
     assert checkpoint.config["num_hidden_layers"] == 2
     assert checkpoint.generation_config == {}
 

@@ -1,4 +1,4 @@
-"""A tiny Llama in both forms: a Hugging Face folder, and a GGUF file as llama.cpp writes one."""
+"""Tiny models in both forms: a Hugging Face folder, and a GGUF file as llama.cpp writes one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from gguf.quants import quantize
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 # Bytes in the order of GPT-2's byte-level alphabet, then two merges, then the special tokens.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -23,9 +23,15 @@ TOKENS = [*(ALPHABET[byte] for byte in range(256)), *(a + b for a, b in MERGES),
 TEMPLATE = "{% for m in messages %}<|start|>{{ m['content'] }}<|end|>{% endfor %}"
 
 
-def make_llama(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+def make_llama(*, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+    return make_model("llama", tied=tied, seed=seed)
+
+
+def make_model(model_type: str, *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+    """Random weights in every tensor, biases and norms included."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        model_type,
         vocab_size=len(TOKENS),
         hidden_size=64,
         intermediate_size=256,
@@ -41,20 +47,29 @@ def make_llama(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
         eos_token_id=TOKENS.index("<|end|>"),
         initializer_range=0.3,
     )
-    return LlamaForCausalLM(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
-def tensors_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     state = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     return state
 
 
-def write_folder(model: LlamaForCausalLM, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def write_folder(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Matrices in `dtype`, norms and biases in float32, as in a GGUF file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors_of(model).items()}
+    tensors = {
+        name: tensor.to(dtype) if tensor.ndim == 2 else tensor
+        for name, tensor in tensors_of(model).items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -64,6 +79,8 @@ _GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -73,12 +90,12 @@ _GGUF_NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    name = name.removesuffix(".weight")
+    name, _, suffix = name.rpartition(".")
     top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     if name in top:
-        return f"{top[name]}.weight"
+        return f"{top[name]}.{suffix}"
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_GGUF_NAMES[rest]}.weight"
+    return f"blk.{layer}.{_GGUF_NAMES[rest]}.{suffix}"
 
 
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -88,7 +105,7 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     path: Path,
     kind: gguf.GGMLQuantizationType,
     blocks: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
@@ -96,7 +113,7 @@ def write_gguf(
     """The model with matrices of `kind` and norms in float32; `blocks` replaces the data of some
     tensors by quantized blocks."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -117,9 +134,10 @@ def write_gguf(
     writer.add_chat_template(TEMPLATE)
     for name, tensor in tensors_of(model).items():
         values = tensor.numpy()
-        if "q_proj" in name:
+        reordered = config.model_type == "llama"
+        if reordered and "q_proj" in name:
             values = interleave(values, config.num_attention_heads)
-        if "k_proj" in name:
+        if reordered and "k_proj" in name:
             values = interleave(values, config.num_key_value_heads)
         own_kind = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
         data, own_kind = (blocks or {}).get(name) or (quantize(values, own_kind), own_kind)
