@@ -148,7 +148,8 @@ def _extend_kernel(
     )  # [BLOCK_M, BLOCK_D]
 
     prefix = kv_len - q_len
-    at = prefix + token
+    # Rows of the tile past the last token stand where it does, so that they too see a key.
+    at = prefix + tl.minimum(token, q_len - 1)
     first_at = prefix + first_m // GROUP
     last_at = prefix + tl.minimum((first_m + BLOCK_M - 1) // GROUP, q_len - 1)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -176,7 +177,7 @@ def _extend_kernel(
         first_at, last_at, scale, soft_cap, window, k_stride, v_stride,
         HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_CAP,
     )  # fmt: skip
-    # A query always sees its own key, so the sum is positive on every live row of the tile.
+    # A query always sees its own key, so no sum is zero.
     acc = acc / row_sum[:, None]
     tl.store(
         out + (token_at * out_stride_t + q_head * out_stride_h)[:, None] + dims[None, :],

@@ -25,15 +25,17 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK_D)[None, :]
     live = (row < num_rows) & (column < dim)
     x_at = x + row // inner * x_stride_outer + row % inner * x_stride_inner + column
-    values = tl.load(x_at, mask=live, other=0.0)  # [ROWS, BLOCK_D]
+    wide = tl.load(x_at, mask=live, other=0.0).to(tl.float32)  # [ROWS, BLOCK_D]
     if HAS_RESIDUAL:
         residual_at = residual + row * residual_stride + column
-        values = tl.load(residual_at, mask=live, other=0.0) + values
-        tl.store(residual_at, values, mask=live)
-    wide = values.to(tl.float32)
+        wide += tl.load(residual_at, mask=live, other=0.0).to(tl.float32)
+        stored = wide.to(residual.dtype.element_ty)
+        tl.store(residual_at, stored, mask=live)
+        wide = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / dim + eps)
-    normed = (wide * scale[:, None]).to(values.dtype)
-    weights = tl.load(weight + column, mask=column < dim, other=0.0)
+    # float32 holds the product of two rounded values exactly, so it too is rounded once.
+    normed = (wide * scale[:, None]).to(x.dtype.element_ty).to(tl.float32)
+    weights = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)
     tl.store(out + row * dim + column, (normed * weights).to(out.dtype.element_ty), mask=live)
 
 

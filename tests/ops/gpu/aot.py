@@ -2,10 +2,11 @@
 
 The ops are called on CPU tensors with the launch replaced by a recorder, so what is compiled is
 what the op would launch: types, constants, divisibility, warps and stages. Run as a script it
-compiles the launches of the cases named (all of them without a name) for every target, and prints
-one JSON line per kernel and target:
+compiles the launches of the cases named, or of one part of all of them, for every target, and
+prints one JSON line per kernel and target:
 
     python tests/ops/gpu/aot.py extend_d128_g4 decode_d128_g4
+    python tests/ops/gpu/aot.py 0/2
 """
 
 from __future__ import annotations
@@ -248,8 +249,12 @@ CASES: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def main(cases: list[str]) -> None:
-    for case in cases or list(CASES):
+def main(arguments: list[str]) -> None:
+    cases = arguments
+    if "/" in arguments[0]:
+        part, parts = map(int, arguments[0].split("/"))
+        cases = list(CASES)[part::parts]
+    for case in cases:
         for target in TARGETS:
             # Tiles are chosen by the device: consumer and AMD chips have less shared memory.
             for module in (extend_attention, decode_attention):

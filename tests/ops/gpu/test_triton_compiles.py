@@ -1,0 +1,106 @@
+"""Every kernel, as it is launched, compiled for every chip on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+AOT = Path(__file__).with_name("aot.py")
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+ATTENTION = ("_extend_kernel", "_split_kernel")
+# Shared memory of a block, in bytes: A100, H100 and B200 let a kernel opt in to more than 48 KiB.
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """One record per case, kernel and target, compiled by two processes."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+    }
+    workers = [
+        subprocess.Popen(
+            [sys.executable, AOT, f"{part}/{WORKERS}"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for part in range(WORKERS)
+    ]
+    records = []
+    for worker in workers:
+        output, errors = worker.communicate()
+        assert worker.returncode == 0, errors
+        records += [json.loads(line) for line in output.splitlines()]
+    return records
+
+
+def _table(records: list[dict]) -> str:
+    lines = [f"{'case':20} {'kernel':20} {'target':7} registers shared spills"]
+    lines += [
+        f"{r['case']:20} {r['kernel']:20} {r['target']:7} {r['registers']:9}"
+        f" {r['shared_bytes']:6} {r['spills']:6}"
+        for r in records
+    ]
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+def test_every_launch_compiles_for_every_target(compiled: list[dict]) -> None:
+    print(_table(compiled))
+    by_target = {
+        target: [(r["case"], r["kernel"]) for r in compiled if r["target"] == target]
+        for target in TARGETS
+    }
+    assert {kernel for _, kernel in by_target["sm_90"]} == {
+        "_extend_kernel",
+        "_split_kernel",
+        "_merge_kernel",
+        "_store_kv_kernel",
+        "_rms_norm_kernel",
+        "_rotary_kernel",
+        "_act_and_mul_kernel",
+        "_add_bias_kernel",
+        "_ban_kernel",
+        "_penalty_kernel",
+        "_mask_kernel",
+        "_sample_kernel",
+    }
+    for target in TARGETS:
+        assert sorted(by_target[target]) == sorted(by_target["sm_90"])
+
+
+@pytest.mark.slow
+def test_nothing_spills_on_hopper(compiled: list[dict]) -> None:
+    spilled = [r for r in compiled if r["target"] == "sm_90" and r["spills"]]
+    assert not spilled, _table(spilled)
+
+
+@pytest.mark.slow
+def test_products_use_hoppers_tensor_cores(compiled: list[dict]) -> None:
+    without = [
+        r
+        for r in compiled
+        if r["target"] == "sm_90" and r["kernel"] in ATTENTION and not r["wgmma"]
+    ]
+    assert not without, _table(without)
+
+
+@pytest.mark.slow
+def test_shared_memory_fits_every_chip(compiled: list[dict]) -> None:
+    too_large = [r for r in compiled if r["shared_bytes"] > SHARED_BYTES[r["target"]]]
+    assert not too_large, _table(too_large)
+
+
+@pytest.mark.slow
+def test_gumbel_noise_uses_an_accurate_logarithm(compiled: list[dict]) -> None:
+    """lg2.approx is off by 2**-22 near 1, where the logarithm of the largest uniforms is 2**-24."""
+    assert not [r for r in compiled if r["kernel"] == "_sample_kernel" and r["approximate_log"]]
