@@ -31,7 +31,9 @@ def tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 def greedy(checkpoint: Checkpoint, count: int) -> list[int]:
     """Greedy tokens of transformers' model in float32 with the checkpoint's config and weights."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**checkpoint.config)).eval()
+    model = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**checkpoint.config)).float().eval()
+    )
     state = {name: tensor(checkpoint, name).float() for name in checkpoint.tensors}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert unexpected == []
