@@ -126,6 +126,7 @@ class Engine:
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self._broken: str | None = None  # the last failed recount that was reported
+        self._target_feasible = True  # as last reported
 
     # For handlers
 
@@ -343,6 +344,25 @@ class Engine:
         )
         self.records.append(record)
         self.metrics.step(record)
+        self._watch_target()
+
+    def _watch_target(self) -> None:
+        """Says when --tpot-slo-ms gets out of reach, and when it is within reach again."""
+        feasible = self.scheduler.slo_feasible
+        if feasible is None or feasible is self._target_feasible:
+            return
+        self._target_feasible = feasible
+        target_ms = self.scheduler.config.tpot_slo_ms
+        if feasible:
+            log.info("tpot_slo_ms %g is feasible again", target_ms)
+            return
+        predicted_s = self.scheduler.statistics().predicted_step_s or 0.0
+        log.warning(
+            "tpot_slo_ms %g is not feasible: a step with these decode rows and the smallest chunk"
+            " is expected to take up to %.1f ms",
+            target_ms,
+            1e3 * predicted_s,
+        )
 
 
 async def _done(pending: PendingStep) -> None:

@@ -430,6 +430,12 @@ class Scheduler:
         )
 
     @property
+    def slo_feasible(self) -> bool | None:
+        """Whether even the smallest chunk holds --tpot-slo-ms; None: no target, or not known yet.
+        As in `statistics`, but cheap enough to ask after every step."""
+        return self._admission.sizer.feasible
+
+    @property
     def requests(self) -> list[RequestDebug]:
         """A record of every live request, oldest first: where it is, and how long it has waited
         for what."""
