@@ -87,7 +87,7 @@ def test_quantized_file_gives_values_within_the_step_of_its_blocks(tmp_path, kin
 
 
 def test_q8_0_agrees_with_the_unquantized_model_for_eight_greedy_tokens(tmp_path):
-    model = make_llama(seed=2)  # random weights whose first choices are no near-ties
+    model = make_llama(seed=7)  # random weights whose first choices are no near-ties
     folder = open_checkpoint(write_folder(model, tmp_path / "folder"))
     file = open_checkpoint(write_gguf(model, tmp_path / "model.gguf", Kind.Q8_0))
     assert greedy(file, 8) == greedy(folder, 8)
