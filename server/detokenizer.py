@@ -69,21 +69,27 @@ class PieceDetokenizer:
         if isinstance(piece, int):
             self._run.append(piece)
             return ""
-        text = self.flush() + piece if self._run else piece
-        if self._strip and text:
-            self._strip = False
-            text = text.removeprefix(" ")
-        return text
+        if not piece:  # a hidden token does not part the bytes around it
+            return ""
+        text = self._take_run() + piece if self._run else piece
+        return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:
-        if not self._run:
-            return ""
+        return self._stripped(self._take_run())
+
+    def _take_run(self) -> str:
         try:
             text = self._run.decode()
         except UnicodeDecodeError:
             text = "\ufffd" * len(self._run)
         self._run.clear()
         return text
+
+    def _stripped(self, text: str) -> str:
+        if not self._strip or not text:
+            return text
+        self._strip = False
+        return text.removeprefix(" ")
 
 
 class WindowDetokenizer:
