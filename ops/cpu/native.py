@@ -45,6 +45,32 @@ class NativeLinear:
         return structs.Linear(self.panels.data_ptr(), bias, self.n, self.k, KINDS[self.kind], 0)
 
 
+class PanelMemory:
+    """Hands out memory for panels from a few large blocks on large pages.
+
+    A block is freed when the last tensor cut from it is. Small weights with pages of their own
+    would lie on 4 KiB pages, and streaming them misses the TLB all the time.
+    """
+
+    BLOCK_BYTES = 64 << 20
+    LARGE_PAGE_BYTES = 2 << 20
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int) -> Tensor:
+        """A [count] uint8 tensor of undefined content, aligned to a cache line."""
+        if count > self._rest.shape[0]:
+            size = max(count, self.BLOCK_BYTES) + self.LARGE_PAGE_BYTES
+            block = torch.empty(size, dtype=torch.uint8)
+            block = block[-block.data_ptr() % self.LARGE_PAGE_BYTES :]
+            self._library.use_large_pages(block)
+            self._rest = block
+        taken, self._rest = self._rest[:count], self._rest[(count + 63) // 64 * 64 :]
+        return taken
+
+
 class NativeOps(CpuOps):
     """The operations on CPU tensors. Used by one thread at a time."""
 
@@ -53,6 +79,7 @@ class NativeOps(CpuOps):
     def __init__(self, library: Library) -> None:
         super().__init__()
         self.library = library
+        self._memory = PanelMemory(library)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
@@ -71,8 +98,7 @@ class NativeOps(CpuOps):
             check("bias", bias, (n,), *FLOATS, torch.float16)
             bias = bias.float()
         kind = quantization or ("bfloat16" if weight.dtype == torch.bfloat16 else "float32")
-        panels = torch.empty(self.library.packed_bytes(KINDS[kind], n, k), dtype=torch.uint8)
-        self.library.use_large_pages(panels)
+        panels = self._memory.take(self.library.packed_bytes(KINDS[kind], n, k))
         self.library.call(
             "loom_pack",
             *(KINDS[kind], weight.data_ptr(), TYPES[weight.dtype], n, k),

@@ -123,6 +123,9 @@ class NativeDecoder:
             check(f"k_pools[{i}]", k, shape, dtype)
             check(f"v_pools[{i}]", v, shape, dtype)
             self._pools[i] = structs.Pools(k.data_ptr(), v.data_ptr())
+            # A step reads rows scattered over the pools.
+            self._library.use_large_pages(k)
+            self._library.use_large_pages(v)
         self._decoder.pool_type = TYPES[dtype]
         self._pool_slots = shape[0]
         self._pools_of = (k_pools, v_pools)

@@ -14,20 +14,29 @@ constexpr int64_t kTaskQueries = 96;
 constexpr float kNoMaximum = -1e30f;  // finite, so that differences of two of them are 0
 constexpr float kNegativeInfinity = -INFINITY;
 
-// How the products are computed: what a query and a softmax weight are stored as.
+// What stands for a key or value that no query attends to.
+alignas(64) const float kZeros[256] = {};
+
+// How the products are computed: what a query and a softmax weight are stored as, and how a tile's
+// rows become panels. Two value panels hold 32 dimensions in an order of their own, which
+// `restore` undoes in the output.
 struct FloatMath {
   using X = float;
   static constexpr int k_per_line = 1;
   static void tile(int rows, const Tile& t) { tile_float(rows, t); }
 
   template <class T>
-  static F16 words(const T* row, int64_t dim, int64_t word) {
-    return load_n(row + word, int(dim - word));
+  static F16 words(const T* row, int n) {
+    return n >= kLanes ? load(row) : load_n(row, n);
   }
   template <class T>
-  static F16 value_line(const T* const* values, int line, int64_t d, int n) {
-    return values[line] ? load_n(values[line] + d, n) : splat(0.0f);
+  static void value_lines(const T* const* values, int line, int64_t d, int n, char* panel0,
+                          char* panel1) {
+    const T* from = values[line] + d;
+    store((float*)panel0, load_n(from, n));
+    store((float*)panel1, n > kLanes ? load_n(from + kLanes, n - kLanes) : splat(0.0f));
   }
+  static void restore(float*) {}
 };
 
 #if defined(__AVX512BF16__)
@@ -36,53 +45,111 @@ struct DotMath {
   static constexpr int k_per_line = 2;
   static void tile(int rows, const Tile& t) { tile_bf16(rows, t); }
 
-  // Sixteen pairs of a key's dimensions, from pair `word` on. dim is even.
-  static F16 words(const bf16* row, int64_t dim, int64_t word) {
-    return load_n((const float*)row + word, int(dim / 2 - word));
+  // Up to sixteen pairs of a key's dimensions.
+  static F16 words(const bf16* row, int n) {
+    return n >= 2 * kLanes ? load((const float*)row) : load_n((const float*)row, n / 2);
   }
-  // Sixteen dimensions of two successive keys' values, paired.
-  static F16 value_line(const bf16* const* values, int line, int64_t d, int n) {
-    const bf16 *a = values[2 * line], *b = values[2 * line + 1];
-    __m512i low = a ? widened(a + d, n) : _mm512_setzero_si512();
-    __m512i high = b ? widened(b + d, n) : _mm512_setzero_si512();
-    return {_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)))};
+  // 32 dimensions of two successive keys' values, paired. Unpacking within 128-bit lanes leaves
+  // dimensions 8 i .. 8 i + 3 in the first panel and 8 i + 4 .. 8 i + 7 in the second.
+  static void value_lines(const bf16* const* values, int line, int64_t d, int n, char* panel0,
+                          char* panel1) {
+    __mmask32 in = n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1;
+    __m512i a = _mm512_maskz_loadu_epi16(in, values[2 * line] + d);
+    __m512i b = _mm512_maskz_loadu_epi16(in, values[2 * line + 1] + d);
+    _mm512_storeu_si512(panel0, _mm512_unpacklo_epi16(a, b));
+    _mm512_storeu_si512(panel1, _mm512_unpackhi_epi16(a, b));
   }
-  static __m512i widened(const bf16* p, int n) {
-    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p));
+  static void restore(float* out) {
+    float ordered[kPair];
+    for (int i = 0; i < 8; i++) memcpy(ordered + 4 * i, out + i % 2 * kPanel + i / 2 * 4, 16);
+    memcpy(out, ordered, sizeof(ordered));
   }
 };
 #endif
 
-// One task's view: pointers into the thread's scratch and the geometry.
+// The keys and values of a tile of positions.
+template <class T>
+struct TileRows {
+  const T *key[kKeyTile], *value[kKeyTile];
+};
+
+// A task with its geometry.
+struct Span {
+  const int32_t* pages;
+  int64_t token;     // the first of the step's tokens
+  int64_t count;     // tokens
+  int64_t position;  // of the first token
+  int64_t begin, end;  // positions of the keys that some query attends to
+
+  Span(const LoomBatch& b, const AttentionTask& task, int64_t window) {
+    int64_t row_first = b.qo_indptr[task.row], row_end = b.qo_indptr[task.row + 1];
+    pages = b.block_table + b.rows[task.row] * b.table_stride;
+    token = task.first;
+    count = task.count;
+    position = b.kv_lens[task.row] - (row_end - row_first) + (task.first - row_first);
+    end = position + task.count;
+    begin = window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+  }
+
+  int64_t first_tile() const { return begin / kKeyTile * kKeyTile; }
+};
+
+// Where a tile's keys and values are. Positions outside the span give zeros, so that what lies
+// there (a page of somebody else, a NaN) is never read.
+template <class T>
+void locate(const AttentionCall& c, const Span& span, int64_t kv_head, int64_t tile,
+            TileRows<T>& rows) {
+  int64_t page_size = c.batch->page_size, step = c.kv_heads * c.dim;
+  int64_t page = tile / page_size, offset = tile % page_size;
+  for (int i = 0; i < kKeyTile; i++) {
+    bool in = tile + i >= span.begin && tile + i < span.end;
+    int64_t slot = in ? span.pages[page] * page_size + offset : 0;
+    int64_t at = slot * step + kv_head * c.dim;
+    rows.key[i] = in ? (const T*)c.pools.k + at : (const T*)kZeros;
+    rows.value[i] = in ? (const T*)c.pools.v + at : (const T*)kZeros;
+    if (++offset == page_size) {
+      offset = 0;
+      page++;
+    }
+  }
+}
+
+// One task on one KV head: pointers into the thread's scratch, and the walk over the keys.
 template <class Math, class T>
 class Walk {
  public:
   Walk(const AttentionCall& call, const AttentionTask& task, int64_t kv_head, Buffer& scratch)
-      : c_(call), kv_head_(kv_head), group_(call.heads / call.kv_heads) {
-    const LoomBatch& b = *call.batch;
-    int64_t row_first = b.qo_indptr[task.row], row_end = b.qo_indptr[task.row + 1];
-    pages_ = b.block_table + b.rows[task.row] * b.table_stride;
-    token_ = task.first;
-    position_ = b.kv_lens[task.row] - (row_end - row_first) + (task.first - row_first);
-    end_ = position_ + task.count;
-    begin_ = call.spec.window > 0 ? std::max<int64_t>(0, position_ - call.spec.window + 1) : 0;
-    queries_ = task.count * group_;
-    wide_ = (call.dim + kPair - 1) / kPair * kPair;
+      : c_(call),
+        span_(*call.batch, task, call.spec.window),
+        kv_head_(kv_head),
+        group_(call.heads / call.kv_heads),
+        queries_(task.count * group_),
+        wide_((call.dim + kPair - 1) / kPair * kPair) {
     Arena measure;
     lay_out(measure);
     Arena arena(scratch.reserve(measure.used()));
     lay_out(arena);
   }
 
-  void run() {
+  // `now` has the first tile's rows; after the last tile, `following` gives the first rows of what
+  // this thread does next. The rows to come are fetched while a tile is computed: they lie
+  // scattered over the pool, where no hardware prefetcher finds them.
+  template <class Following>
+  void run(TileRows<T>*& now, TileRows<T>*& ahead, Following&& following) {
     start();
-    for (int64_t tile = begin_ / kKeyTile * kKeyTile; tile < end_; tile += kKeyTile) {
-      locate(tile);
-      fill_panels();
+    for (int64_t tile = span_.first_tile(); tile < span_.end; tile += kKeyTile) {
+      if (tile + kKeyTile < span_.end) {
+        locate(c_, span_, kv_head_, tile + kKeyTile, *ahead);
+      } else {
+        following(*ahead);
+      }
+      fill_keys(*now, *ahead);
+      fill_values(*now, *ahead);
       for (int64_t q = 0; q < queries_; q += kRowTile) {
         int rows = int(std::min<int64_t>(kRowTile, queries_ - q));
         if (sees(q, rows, tile)) update(q, rows, tile);
       }
+      std::swap(now, ahead);
     }
     write();
   }
@@ -106,7 +173,7 @@ class Walk {
   static constexpr int value_lines() { return kKeyTile / Math::k_per_line; }
   static constexpr int64_t value_panel_bytes() { return 64 * value_lines(); }
 
-  int64_t position_of(int64_t query) const { return position_ + query / group_; }
+  int64_t position_of(int64_t query) const { return span_.position + query / group_; }
 
   // Gathers the queries; query i is head i % group of token i / group. A sink is a logit without a
   // value: it starts the maximum and the sum.
@@ -114,7 +181,7 @@ class Walk {
     std::fill(out_, out_ + queries_ * wide_, 0.0f);
     std::fill(sum_, sum_ + queries_ * kLanes, 0.0f);
     for (int64_t i = 0; i < queries_; i++) {
-      int64_t head = kv_head_ * group_ + i % group_, token = token_ + i / group_;
+      int64_t head = kv_head_ * group_ + i % group_, token = span_.token + i / group_;
       int64_t from = token * c_.q_stride + head * c_.q_head_stride;
       for (int64_t d = 0; d < c_.dim; d += kLanes) {
         int n = int(std::min<int64_t>(kLanes, c_.dim - d));
@@ -127,44 +194,35 @@ class Walk {
     }
   }
 
-  // Where the tile's keys and values are; null where no query of the task attends to a position,
-  // so that what lies there (a page of somebody else, a NaN) is never read.
-  void locate(int64_t tile) {
-    int64_t page_size = c_.batch->page_size, step = c_.kv_heads * c_.dim;
-    int64_t page = tile / page_size, offset = tile % page_size;
-    for (int i = 0; i < kKeyTile; i++) {
-      bool in = tile + i >= begin_ && tile + i < end_;
-      int64_t slot = in ? pages_[page] * page_size + offset : 0;
-      int64_t at = slot * step + kv_head_ * c_.dim;
-      key_at_[i] = in ? (const T*)c_.pools.k + at : nullptr;
-      value_at_[i] = in ? (const T*)c_.pools.v + at : nullptr;
-      if (++offset == page_size) {
-        offset = 0;
-        page++;
+  void fetch(const T* row) const {
+    for (int64_t d = 0; d < c_.dim; d += 64 / int64_t(sizeof(T))) {
+      _mm_prefetch((const char*)(row + d), _MM_HINT_T1);
+    }
+  }
+
+  void fill_keys(const TileRows<T>& now, const TileRows<T>& ahead) {
+    constexpr int dims = kLanes * Math::k_per_line;  // of a line of 16 words
+    for (int p = 0; p < kKeyTile; p += kPanel) {
+      char* panel = keys_ + p / kPanel * key_panel_bytes();
+      for (int i = 0; i < kPanel; i++) fetch(ahead.key[p + i]);
+      for (int64_t d = 0; d < c_.dim; d += dims) {
+        int n = int(std::min<int64_t>(dims, c_.dim - d));
+        F16 block[kPanel];
+        for (int i = 0; i < kPanel; i++) block[i] = Math::words(now.key[p + i] + d, n);
+        transpose(block);
+        float* to = (float*)(panel + 64 * (d / Math::k_per_line));
+        for (int i = 0; i < n / Math::k_per_line; i++) store(to + kPanel * i, block[i]);
       }
     }
   }
 
-  void fill_panels() {
-    for (int p = 0; p < kKeyTile / kPanel; p++) {
-      for (int64_t word = 0; word < key_lines(); word += 16) {
-        F16 block[16];
-        for (int i = 0; i < 16; i++) {
-          const T* key = key_at_[p * kPanel + i];
-          block[i] = key ? Math::words(key, c_.dim, word) : splat(0.0f);
-        }
-        transpose(block);
-        int lines = int(std::min<int64_t>(16, key_lines() - word));
-        char* to = keys_ + p * key_panel_bytes() + 64 * word;
-        for (int i = 0; i < lines; i++) store((float*)(to + 64 * i), block[i]);
-      }
-    }
-    for (int64_t d = 0; d < wide_; d += kPanel) {
-      char* to = values_ + d / kPanel * value_panel_bytes();
-      int n = int(std::clamp<int64_t>(c_.dim - d, 0, kPanel));
-      for (int line = 0; line < value_lines(); line++) {
-        F16 x = n > 0 ? Math::value_line(value_at_, line, d, n) : splat(0.0f);
-        store((float*)(to + 64 * line), x);
+  void fill_values(const TileRows<T>& now, const TileRows<T>& ahead) {
+    for (int line = 0; line < value_lines(); line++) {
+      for (int i = 0; i < Math::k_per_line; i++) fetch(ahead.value[line * Math::k_per_line + i]);
+      for (int64_t d = 0; d < wide_; d += kPair) {
+        char* panel = values_ + d / kPanel * value_panel_bytes() + 64 * line;
+        int n = int(std::min<int64_t>(kPair, c_.dim - d));
+        Math::value_lines(now.value, line, d, n, panel, panel + value_panel_bytes());
       }
     }
   }
@@ -206,11 +264,13 @@ class Walk {
       lo = int(std::clamp<int64_t>(position - c_.spec.window + 1 - tile, 0, kKeyTile));
     }
     for (int i = 0; i < parts; i++) {
-      s[i] = load(scores_ + r * kKeyTile + i * kLanes) * splat(c_.spec.scale);
+      s[i] = load(scores_ + r * kKeyTile + i * kLanes);
       if (c_.spec.soft_cap > 0) {
-        s[i] = splat(c_.spec.soft_cap) * tanh(s[i] / splat(c_.spec.soft_cap));
+        F16 x = s[i] * splat(c_.spec.scale) / splat(c_.spec.soft_cap);
+        s[i] = tanh(x) * splat(c_.spec.soft_cap * kLog2e);
+      } else {
+        s[i] = s[i] * splat(c_.spec.scale * kLog2e);
       }
-      s[i] = s[i] * splat(kLog2e);
       if (lo > 0 || hi < kKeyTile) {
         s[i] = keep_between(s[i], lo - i * kLanes, hi - i * kLanes, splat(kNegativeInfinity));
       }
@@ -235,9 +295,10 @@ class Walk {
 
   void write() const {
     for (int64_t i = 0; i < queries_; i++) {
-      int64_t head = kv_head_ * group_ + i % group_, token = token_ + i / group_;
+      int64_t head = kv_head_ * group_ + i % group_, token = span_.token + i / group_;
       int64_t at = token * c_.out_stride + head * c_.dim;
       F16 inverse = splat(1.0f / sum(load(sum_ + i * kLanes)));
+      for (int64_t d = 0; d < wide_; d += kPair) Math::restore(out_ + i * wide_ + d);
       for (int64_t d = 0; d < c_.dim; d += kLanes) {
         int n = int(std::min<int64_t>(kLanes, c_.dim - d));
         F16 y = load(out_ + i * wide_ + d) * inverse;
@@ -251,23 +312,41 @@ class Walk {
   }
 
   const AttentionCall& c_;
-  int64_t kv_head_, group_, token_, position_, begin_, end_, queries_, wide_;
-  const int32_t* pages_;
+  Span span_;
+  int64_t kv_head_, group_, queries_, wide_;
   X *q_, *weights_;
   float *out_, *sum_, *maximum_, *scores_;
   char *keys_, *values_;
-  const T *key_at_[kKeyTile], *value_at_[kKeyTile];
 };
 
 template <class T>
-void run_task(const AttentionCall& call, const AttentionTask& task, int64_t kv_head,
-              Buffer& scratch) {
+void run_tasks(Worker& worker, const AttentionCall& c, const std::vector<AttentionTask>& tasks) {
 #if defined(__AVX512BF16__)
   using Math = std::conditional_t<std::is_same_v<T, bf16>, DotMath, FloatMath>;
 #else
   using Math = FloatMath;
 #endif
-  Walk<Math, T>(call, task, kv_head, scratch).run();
+  static thread_local Buffer scratch;
+  TileRows<T> two[2], *now = &two[0], *ahead = &two[1];
+  int64_t count = int64_t(tasks.size()) * c.kv_heads, i = worker.id();
+  auto first_rows = [&](int64_t task, TileRows<T>& rows) {
+    Span span(*c.batch, tasks[size_t(task / c.kv_heads)], c.spec.window);
+    locate(c, span, task % c.kv_heads, span.first_tile(), rows);
+  };
+  if (i < count) first_rows(i, *now);
+  while (i < count) {
+    int64_t next = worker.claim();
+    Walk<Math, T> walk(c, tasks[size_t(i / c.kv_heads)], i % c.kv_heads, scratch);
+    walk.run(now, ahead, [&](TileRows<T>& rows) {
+      if (next < count) {
+        first_rows(next, rows);
+      } else {
+        rows = *now;  // nothing to come: what is in the cache costs nothing
+      }
+    });
+    i = next;
+  }
+  worker.finish();
 }
 
 }  // namespace
@@ -284,15 +363,11 @@ void plan_attention(const LoomBatch& batch, int64_t queries_per_key,
 }
 
 void attention(Worker& worker, const AttentionCall& call, const std::vector<AttentionTask>& tasks) {
-  static thread_local Buffer scratch;
-  worker.parallel_for(int64_t(tasks.size()) * call.kv_heads, [&](int64_t i) {
-    const AttentionTask& task = tasks[size_t(i / call.kv_heads)];
-    if (call.pool_type == LOOM_BF16) {
-      run_task<bf16>(call, task, i % call.kv_heads, scratch);
-    } else {
-      run_task<float>(call, task, i % call.kv_heads, scratch);
-    }
-  });
+  if (call.pool_type == LOOM_BF16) {
+    run_tasks<bf16>(worker, call, tasks);
+  } else {
+    run_tasks<float>(worker, call, tasks);
+  }
 }
 
 }  // namespace loom
