@@ -19,7 +19,7 @@ cached prefixes) cannot know:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,8 @@ class RopeSpec:
         factor = self._attention_factor()
         return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
-    def _number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
+        """One of the parameters. Raises: ModelError: absent without a default, or no number."""
         value = self.parameters.get(key)
         if value is None and default is not None:
             return default
@@ -70,7 +71,7 @@ class RopeSpec:
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32)[None] / self.dim
         plain = 1.0 / self.theta**exponents
         if self.type == "linear":
-            return plain / self._number("factor")
+            return plain / self.number("factor")
         if self.type == "dynamic":
             return self._dynamic(positions, exponents)
         if self.type == "yarn":
@@ -83,7 +84,7 @@ class RopeSpec:
         return plain
 
     def _dynamic(self, positions: int, exponents: Tensor) -> Tensor:
-        factor = self._number("factor")
+        factor = self.number("factor")
         lengths = torch.arange(1, positions + 1, dtype=torch.float64).clamp(
             min=self.original_context
         )
@@ -96,8 +97,8 @@ class RopeSpec:
             turns = self.original_context / (rotations * 2 * math.pi)
             return self.dim * math.log(turns) / (2 * math.log(self.theta))
 
-        low = correction(self._number("beta_fast", 32.0))
-        high = correction(self._number("beta_slow", 1.0))
+        low = correction(self.number("beta_fast", 32.0))
+        high = correction(self.number("beta_slow", 1.0))
         if self.parameters.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
@@ -108,11 +109,11 @@ class RopeSpec:
         return plain / self._yarn_factor() * interpolated + plain * (1 - interpolated)
 
     def _yarn_factor(self) -> float:
-        return self._number("factor", self.context / self.original_context)
+        return self.number("factor", self.context / self.original_context)
 
     def _llama3(self, plain: Tensor) -> Tensor:
-        factor = self._number("factor")
-        low, high = self._number("low_freq_factor"), self._number("high_freq_factor")
+        factor = self.number("factor")
+        low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
         turns = self.original_context * plain / (2 * math.pi)  # within the original context
         smooth = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - smooth) * plain / factor + smooth * plain
@@ -129,9 +130,9 @@ class RopeSpec:
         if self.type not in ("yarn", "longrope"):
             return 1.0
         if self.parameters.get("attention_factor") is not None:
-            return self._number("attention_factor")
+            return self.number("attention_factor")
         if self.type == "longrope":
-            factor = self._number("factor", self.context / self.original_context)
+            factor = self.number("factor", self.context / self.original_context)
             if factor <= 1:
                 return 1.0
             return math.sqrt(1 + math.log(factor) / math.log(self.original_context))
@@ -185,11 +186,11 @@ def parse_rope(
         )
     # yarn, linear and dynamic multiply the original context; llama3 and longrope models state the
     # context that they reach.
-    factor = given.get("factor")
-    if kind in ("yarn", "linear", "dynamic") and factor is not None:
-        context = round(original * float(factor))
     dim = int(head_dim * (partial or partial_rotary_factor))
-    return RopeSpec(kind, float(theta), dim, original, context, dict(given))
+    spec = RopeSpec(kind, float(theta), dim, original, context, dict(given))
+    if kind in ("yarn", "linear", "dynamic"):
+        return replace(spec, context=round(original * spec.number("factor", context / original)))
+    return spec
 
 
 def _positive(config: dict[str, Any], key: str) -> int:
