@@ -17,6 +17,7 @@ from aiohttp import web
 from server.anthropic_api import anthropic_error
 from server.chat_endpoints import CHAT_ROUTES
 from server.completions import chat_completions, completions
+from server.docs_endpoints import DOCS_ROUTES
 from server.generate_api import generate
 from server.http_errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
 from server.native_api import NATIVE_ROUTES
@@ -53,6 +54,7 @@ def make_app(service: Service) -> web.Application:
             web.post("/v1/chat/completions", chat_completions),
             web.post("/generate", generate),
             *CHAT_ROUTES,
+            *DOCS_ROUTES,
             *NATIVE_ROUTES,
         ]
     )

@@ -137,7 +137,7 @@ async def flush_cache(request: web.Request) -> web.Response:
     return json_response({"flushed": flushed, "message": message}, 200 if flushed else 409)
 
 
-def _version() -> str:
+def version() -> str:
     try:
         return importlib.metadata.version("loomserve")
     except importlib.metadata.PackageNotFoundError:  # run from a folder, never installed
@@ -149,7 +149,7 @@ async def server_info(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     return json_response(
         {
-            "version": _version(),
+            "version": version(),
             "model": service.limits.model,
             "options": public_options(service.config),
             "runner": service.engine.runner.info.details,

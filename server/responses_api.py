@@ -100,7 +100,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise wrong(where, item, "an object")
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "reasoning":
             thought = _reasoning_text(item)
         elif kind == "message":

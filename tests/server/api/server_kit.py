@@ -94,6 +94,7 @@ class Served:
     def __init__(self, url: str, model: str = MODEL, api_key: str = "none") -> None:
         self.url = url
         self.model = model
+        self.app: web.Application | None = None  # where it runs in this process
         self.openai = openai.OpenAI(base_url=url + "/v1", api_key=api_key, max_retries=0)
         self.anthropic = anthropic.Anthropic(base_url=url, api_key=api_key, max_retries=0)
 
@@ -109,34 +110,38 @@ class Served:
 
 @contextmanager
 def sim_server(
-    template: str | None = CHATML, runner_class: type[SimRunner] = SimRunner, **options: object
+    template: str | None = CHATML,
+    runner_class: type[SimRunner] = SimRunner,
+    context_length: int = 4096,
+    **options: object,
 ) -> Iterator[Served]:
-    """The app in a thread of its own, on a free port."""
+    """The app in a thread of its own, on a free port. options: of `ServerConfig`."""
     tokenizer = byte_tokenizer(template)
     runner = runner_class(SayingModel(tokenizer), vocab_size=tokenizer.vocab_size)
     scheduler = Scheduler(
         SchedulerConfig(
             capacity_tokens=runner.info.max_total_tokens,
-            context_length=4096,
+            context_length=context_length,
             eos_token_ids=frozenset({EOS}),
         )
     )
     started = threading.Event()
-    found: list[str] = []
+    found: list[tuple[str, web.Application]] = []
     stop: list = []
 
     async def main() -> None:
         parts = Parts(runner=runner, scheduler=scheduler, tokenizer=tokenizer, model_name=MODEL)
         service = make_service(ServerConfig(**options), parts)
         service.engine.start()
-        app = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None)
+        application = make_app(service)
+        app = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await app.setup()
         site = web.TCPSite(app, "127.0.0.1", 0)
         await site.start()
         done = asyncio.Event()
         stop.append((asyncio.get_running_loop(), done))
         host, port = app.addresses[0][:2]
-        found.append(f"http://{host}:{port}")
+        found.append((f"http://{host}:{port}", application))
         started.set()
         await done.wait()
         await service.engine.stop()
@@ -148,7 +153,8 @@ def sim_server(
     thread = threading.Thread(target=lambda: asyncio.run(main(), debug=True))
     thread.start()
     assert started.wait(20)
-    served = Served(found[0])
+    served = Served(found[0][0])
+    served.app = found[0][1]
     try:
         yield served
     finally:

@@ -1,0 +1,121 @@
+"""/openapi.json agrees with the routes, and answers agree with it whatever is sent."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from urllib.request import urlopen
+
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import CHECKS
+
+from server.openapi import ROUTES, docs_page, document
+from server.openapi_schemas import ANSWERS, GRAMMAR, REQUESTS
+from tests.server.api.server_kit import sim_server
+
+
+def test_the_table_holds_exactly_the_application_s_routes(sim):
+    routes = {
+        (route.method, re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.resource.canonical))
+        for route in sim.app.router.routes()
+        if route.method != "HEAD"
+    }
+    assert routes == {(route.method, route.path) for route in ROUTES}
+
+
+def test_the_description_refers_to_nothing_that_is_not_there():
+    text = str(document("1"))
+    names = set(re.findall(r"#/components/schemas/(\w+)", text))
+    assert names == set(REQUESTS) | set(ANSWERS), "each schema is used, and each use has a schema"
+    for schema in (REQUESTS | ANSWERS).values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_docs_page_names_every_route_and_loads_nothing(sim):
+    with urlopen(sim.url + "/docs") as answer:
+        assert answer.headers["Content-Type"].startswith("text/html")
+        page = answer.read().decode()
+    assert all(route.path in page for route in ROUTES)
+    assert not re.search("https?://|<script|<img", page)
+    with urlopen(sim.url + "/openapi.json") as answer:
+        described = json.load(answer)
+    assert described == document(described["info"]["version"])
+    assert page == docs_page(described["info"]["version"])
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A server on which no request can run for long, whatever it asks for."""
+    with sim_server(context_length=1024, max_n=4) as served:
+        yield served
+
+
+def make_sensible(body):
+    """Takes out what is valid by itself but makes nearly every request a refused one."""
+    body.pop("timeout", None)  # one too short to be kept is a 504, rightly
+    body.pop("model", None)
+    body.pop("stop_token_ids", None)  # of the vocabulary's size, which the schema does not know
+    body.pop("logit_bias", None)
+    for name, value in body.items():
+        if isinstance(value, float) and value.is_integer():
+            body[name] = int(value)  # 2.0 is an integer to JSON Schema, and refused here
+    for name in ("n", "best_of", "max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if type(body.get(name)) is int and body[name] > 0:
+            body[name] = 1 + body[name] % 4
+    if body.get("stream") is True or (body.get("best_of") or 9) < (body.get("n") or 1):
+        body.pop("best_of", None)
+    grammars = [name for name in body if name in GRAMMAR and body[name] is not None]
+    for name in grammars[1:]:
+        del body[name]
+    if not body.get("tools"):
+        body.pop("tool_choice", None)
+    if body.get("logprobs") is not True:
+        body.pop("top_logprobs", None)
+    if body.get("continue_final_message") is True:
+        body.pop("add_generation_prompt", None)
+
+
+GENERATING = ("ChatRequest", "CompletionRequest", "ResponseRequest", "MessageRequest")
+CHECKED = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_whatever_is_sent_no_5xx_and_no_answer_against_its_schema(small, route):
+    schema = schemathesis.openapi.from_dict(document("1"))
+    schema.config.update(base_url=small.url)
+    operation = schema[route.path][route.method]
+    modes = [GenerationMode.POSITIVE]
+    if route.request or any(place == "query" for _, place, _ in route.parameters):
+        modes.append(GenerationMode.NEGATIVE)
+    seen = Counter()
+    for mode in modes:
+
+        @settings(
+            max_examples=50 if route.request else 5,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def attempt(case):
+            if isinstance(case.body, dict):
+                make_sensible(case.body)
+            response = case.call_and_validate(checks=CHECKS.get_by_names(CHECKED), timeout=20)
+            seen[response.status_code] += 1
+
+        attempt()
+    if route.request in GENERATING:
+        assert seen[200] >= 10, f"too few were served for the answers to be tested: {seen}"
