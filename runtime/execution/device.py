@@ -18,6 +18,7 @@ from runtime.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from torch import Tensor
 
     from ops.op_set import OpSet
@@ -99,11 +100,24 @@ class Device:
 
     def stream(self) -> torch.cuda.Stream | None:
         """A queue of its own for a runner's steps; None where work is not queued."""
-        return torch.cuda.Stream(self.torch_device) if self.queued else None
+        if not self.queued:
+            return None
+        stream = torch.cuda.Stream(self.torch_device)
+        # What was set up so far (weights, the pool's zeros) was queued on the current one.
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        return stream
 
     def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """The context in which work goes to `stream`."""
         return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """The values on the device, by a copy that the host does not wait for: one from pageable
+        memory would block it until the step in flight is done."""
+        host = torch.from_numpy(values)
+        if self.pinned:
+            host = host.pin_memory()
+        return host.to(self.torch_device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """The tensor's values in host memory, there once a fence recorded after it is reached."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from runtime.execution.forward_batch import (
@@ -212,7 +213,7 @@ class ModelStep:
         for row, count in self._prompt_counts:
             start = self._batch.starts[row] + 1
             ids.extend(self._batch.requests[row].input_ids[start : start + count])
-        return torch.tensor(ids, dtype=torch.int64).to(self._runner.device.torch_device)
+        return self._runner.device.upload(np.array(ids, dtype=np.int64))
 
     def sample(self, masks: SampleMasks | None) -> None:
         """Picks the tokens, notes them in `next_tokens` and starts their way to the host."""

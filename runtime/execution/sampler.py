@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from runtime.execution.logprobs import LogprobTensors, logprobs_of
 from runtime.execution.sampling_state import BIAS, LOGPROBS, MIN_TOKENS, SamplingState
@@ -51,7 +50,7 @@ class Sampler:
     ) -> None:
         self.state = SamplingState(device, rows, vocab_size, eos_token_ids)
         self._ops = device.ops
-        self._torch_device = device.torch_device
+        self._device = device
 
     def take_over(self, batch: ScheduleBatch) -> None:
         """Notes the parameters of the rows whose prompt ends in this step."""
@@ -81,23 +80,20 @@ class Sampler:
         if flags & MIN_TOKENS:
             tensors.banned = self._bans(batch, rows, row_flags, masks)
         if masks is not None and len(masks.rows):
-            tensors.mask_rows = self._upload(np.array(masks.rows, dtype=np.int64))
-            tensors.mask_bits = self._upload(_mask_bits(masks))
+            tensors.mask_rows = self._device.upload(np.array(masks.rows, dtype=np.int64))
+            tensors.mask_bits = self._device.upload(_mask_bits(masks))
         # Log-probabilities are those of the raw distribution, and `sample` may overwrite it.
         logprob_rows = np.flatnonzero(row_flags & LOGPROBS)
         raw = None
         if len(logprob_rows):
-            raw = logits.index_select(0, self._upload(logprob_rows))
+            raw = logits.index_select(0, self._device.upload(logprob_rows))
         token_ids = self._ops.sample(logits, tensors)
         logprobs = None
         if raw is not None:
-            chosen = token_ids.index_select(0, self._upload(logprob_rows))
+            chosen = token_ids.index_select(0, self._device.upload(logprob_rows))
             top = int(self.state.logprobs[rows[logprob_rows]].max())
             logprobs = logprobs_of(raw, chosen, top)
         return Sampled(token_ids, logprobs, logprob_rows)
-
-    def _upload(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._torch_device)
 
     def _bias(self, rows: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         at, tokens, values = [], [], []
@@ -108,7 +104,7 @@ class Sampler:
                 tokens.append(row_tokens)
                 values.append(row_values)
         parts = (np.concatenate(part) for part in (at, tokens, values))
-        row_index, token, value = (self._upload(part) for part in parts)
+        row_index, token, value = (self._device.upload(part) for part in parts)
         return row_index, token, value
 
     def _bans(
@@ -131,7 +127,7 @@ class Sampler:
             tokens.append(banned)
         if not at:
             return None
-        return self._upload(np.concatenate(at)), self._upload(np.concatenate(tokens))
+        return self._device.upload(np.concatenate(at)), self._device.upload(np.concatenate(tokens))
 
 
 def _mask_bits(masks: SampleMasks) -> np.ndarray:

@@ -34,7 +34,7 @@ class SamplingState:
         self, device: Device, rows: int, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> None:
         """rows: of the request table, the reserved row 0 included."""
-        self._torch_device = device.torch_device
+        self._device = device
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self.flags = np.zeros(rows, dtype=np.uint8)
@@ -52,7 +52,7 @@ class SamplingState:
         self._output_counts = self._zeros(0, vocab_size, dtype=torch.int32)
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._torch_device)
+        return torch.zeros(shape, dtype=dtype, device=self._device.torch_device)
 
     def set_rows(self, entries: list[tuple[int, Request]]) -> None:
         """Takes over the parameters of requests whose next sampled token is their first (or the
@@ -78,14 +78,11 @@ class SamplingState:
             seeds[i] = _as_int64(p.seed or 0)
             self._set_host(row, p)
             states[i] = self._set_penalties(row, request) if self.flags[row] & PENALTY else -1
-        at = self._upload(rows)
-        self._floats.index_copy_(1, at, self._upload(floats))
-        self._top_k.index_copy_(0, at, self._upload(top_k))
-        self._seeds.index_copy_(0, at, self._upload(seeds))
-        self._state_rows.index_copy_(0, at, self._upload(states))
-
-    def _upload(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._torch_device)
+        at = self._device.upload(rows)
+        self._floats.index_copy_(1, at, self._device.upload(floats))
+        self._top_k.index_copy_(0, at, self._device.upload(top_k))
+        self._seeds.index_copy_(0, at, self._device.upload(seeds))
+        self._state_rows.index_copy_(0, at, self._device.upload(states))
 
     def _set_host(self, row: int, p: SamplingParams) -> None:
         flags = 0
@@ -122,9 +119,9 @@ class SamplingState:
         prompt = np.array(request.input_ids, dtype=np.int64)
         outputs = np.array(request.output_ids, dtype=np.int64)
         self._prompt_mask[state] = False
-        self._prompt_mask[state, self._upload(prompt[prompt < self._vocab_size])] = True
+        self._prompt_mask[state, self._device.upload(prompt[prompt < self._vocab_size])] = True
         counts = np.bincount(outputs, minlength=self._vocab_size).astype(np.int32)
-        self._output_counts[state] = self._upload(counts[: self._vocab_size])
+        self._output_counts[state] = self._device.upload(counts[: self._vocab_size])
         return state
 
     def _grow(self, rows: int) -> None:
