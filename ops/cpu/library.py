@@ -133,7 +133,7 @@ def check(
         want is not None and have != want for have, want in zip(given, shape, strict=True)
     ):
         raise ValueError(f"{name}: shape {list(given)}, expected {list(shape)}")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"{name}: on {tensor.device}, expected the cpu")
     laid_out = tensor.stride(-1) == 1 or given[-1] <= 1 if strided else tensor.is_contiguous()
     if not laid_out:
