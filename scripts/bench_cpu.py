@@ -100,8 +100,10 @@ async def run_scenarios(
         )
         for key in keys:
             name, scenario = SCENARIOS[key]
-            print(f"seed {seed}: {key} {name}", file=sys.stderr, flush=True)
             results[key] = await scenario(ask_, random.Random(f"{key}/{seed}"), floors)
+            wall, rate = results[key]["wall_s"], results[key]["output_tokens_per_s"]
+            line = f"seed {seed}: {key} {name}: {wall:.1f} s, {rate:.1f} output tokens/s"
+            print(line, file=sys.stderr, flush=True)
     return results
 
 
