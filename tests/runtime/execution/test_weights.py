@@ -51,13 +51,17 @@ def test_an_untied_output_layer_is_the_files_own(order: int, tmp_path: Path) -> 
     model = make_model(tmp_path, "llama", tie_word_embeddings=False)
     rewrite(tmp_path, lambda tensors: dict(list(tensors.items())[::order]))
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
-    torch.testing.assert_close(logits_here(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits_here(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_a_tied_output_layer_is_the_embedding_whatever_else_the_file_holds(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama", tie_word_embeddings=True)
     rewrite(tmp_path, lambda tensors: {**tensors, "lm_head.weight": torch.zeros(131, 48)})
-    torch.testing.assert_close(logits_here(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits_here(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_only_what_the_index_assigns_is_read(tmp_path: Path) -> None:
@@ -70,7 +74,9 @@ def test_only_what_the_index_assigns_is_read(tmp_path: Path) -> None:
     name = "model.layers.3.mlp.down_proj.weight"
     shard = tmp_path / next(file for key, file in index.items() if file != index[name])
     save_file({**load_file(shard), name: torch.ones(48, 88)}, shard)
-    torch.testing.assert_close(logits_here(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits_here(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_names_without_the_heads_prefix_and_old_buffers_are_read(tmp_path: Path) -> None:
@@ -81,7 +87,9 @@ def test_names_without_the_heads_prefix_and_old_buffers_are_read(tmp_path: Path)
         return {**bare, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
 
     rewrite(tmp_path, strip)
-    torch.testing.assert_close(logits_here(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits_here(tmp_path), expected_logits(model, TOKENS), atol=1e-4, rtol=1e-4
+    )
 
 
 def drop(name: str) -> object:
@@ -91,7 +99,10 @@ def drop(name: str) -> object:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop("model.layers.2.mlp.up_proj.weight"), r"no tensor 'model.layers.2.mlp.up_proj.weight'"),
+        (
+            drop("model.layers.2.mlp.up_proj.weight"),
+            r"no tensor 'model.layers.2.mlp.up_proj.weight'",
+        ),
         (drop("lm_head.weight"), r"no tensor 'lm_head.weight'"),
         (
             lambda t: {**t, "model.norm.weight": torch.ones(47)},
