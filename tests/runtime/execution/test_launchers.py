@@ -1,0 +1,196 @@
+"""Both forms of launching, the CPU's and the one for a device that queues work, on a CPU."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import runtime.execution.model_runner as model_runner
+from runtime.config import RunnerConfig, SchedulerConfig
+from runtime.execution.build import build_runner
+from runtime.execution.device import Device
+from runtime.execution.forward_batch import decode_forward_batch
+from runtime.execution.launchers import StreamLauncher, ThreadLauncher
+from runtime.execution.model_runner import ModelRunner, ModelStep
+from runtime.request import SamplingParams
+from runtime.scheduling.schedule_batch import ScheduleBatch
+from runtime.scheduling.scheduler import Scheduler
+from tests.runtime.execution.drivers import request, run
+from tests.runtime.models.tiny_models import make_model, random_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=9, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model(folder, "llama", scale=0.12)
+    config = RunnerConfig(
+        model=str(folder), device="cpu", max_total_tokens=512, cpu_kernels="torch", cpu_threads=1
+    )
+    runner, _ = build_runner(config, page_size=4, max_running_requests=4)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(params=[ThreadLauncher, StreamLauncher])
+def runner(
+    built: ModelRunner, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ModelRunner]:
+    """The tiny model under each launcher. A CPU queues nothing, so every fence is reached at once:
+    what is tested is the order of calls and who waits for what."""
+    if request.param is StreamLauncher:
+        monkeypatch.setattr(model_runner, "ThreadLauncher", lambda: StreamLauncher(built.device))
+    runner = ModelRunner(built.device, built.decoder, built.sizes)
+    assert isinstance(runner._launcher, request.param)
+    yield runner
+    runner.close()
+
+
+def prefill(row: int = 1, tokens: int = 6) -> ScheduleBatch:
+    ids = random_tokens(tokens, seed=row)
+    pages = -(-tokens // 4)
+    return ScheduleBatch(
+        step=0,
+        num_prefill=1,
+        requests=[request(f"r{row}", ids, GREEDY)],
+        rows=array("i", [row]),
+        starts=array("i", [0]),
+        lengths=array("i", [tokens]),
+        input_ids=array("i", ids),
+        sampled=array("i", [0]),
+        positions=array("i", [tokens]),
+        output_counts=array("i", [0]),
+        table_rows=array("i", [row] * pages),
+        table_indices=array("i", range(pages)),
+        table_pages=array("i", [10 * row + i for i in range(pages)]),
+    )
+
+
+def test_generation_is_the_same(runner: ModelRunner, built: ModelRunner) -> None:
+    def generate(with_runner: ModelRunner, overlap: bool) -> list[list[int]]:
+        config = SchedulerConfig(
+            capacity_tokens=512,
+            context_length=512,
+            page_size=4,
+            chunked_prefill_size=16,
+            max_running_requests=4,
+        )
+        requests = [request(f"{i}", random_tokens(20 + i, seed=i), GREEDY) for i in range(6)]
+        result = run(Scheduler(config), with_runner, requests, overlap=overlap)
+        return [generated.token_ids for generated in result.outputs.values()]
+
+    assert generate(runner, overlap=True) == generate(built, overlap=False)
+
+
+def test_a_step_is_done_only_after_it_may_sample(runner: ModelRunner) -> None:
+    called = threading.Event()
+    pending = runner.launch(prefill())
+    pending.add_done_callback(called.set)
+    assert not pending.future.done()
+    assert not called.is_set()
+    pending.sample(None)
+    output = pending.result()
+    assert len(output.token_ids) == 1
+    assert output.device_s > 0
+    assert called.wait(10)
+    late = threading.Event()
+    pending.add_done_callback(late.set)
+    assert late.wait(10)
+
+
+def test_steps_end_in_the_order_of_their_launch(runner: ModelRunner) -> None:
+    ended: list[int] = []
+    steps = []
+    for row in (1, 2, 3):
+        pending = runner.launch(prefill(row))
+        pending.add_done_callback(lambda row=row: ended.append(row))
+        steps.append(pending)
+    for pending in steps:
+        pending.sample(None)
+    runner.close()
+    assert ended == [1, 2, 3]
+
+
+@pytest.mark.parametrize("part", ["forward", "sample", "output"])
+def test_a_step_that_raises_fails_alone(
+    runner: ModelRunner, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(ModelStep, part)
+    broken = [True]
+
+    def once(*arguments: Any) -> Any:
+        if broken:
+            broken.clear()
+            raise RuntimeError(f"{part} broke")
+        return original(*arguments)
+
+    monkeypatch.setattr(ModelStep, part, once)
+    first = runner.launch(prefill(1))
+    if part != "forward":
+        first.sample(None)
+    second = runner.launch(prefill(2))
+    if part == "forward":
+        first.sample(None)
+    second.sample(None)
+    with pytest.raises(RuntimeError, match=f"{part} broke"):
+        first.result()
+    assert len(second.result().token_ids) == 1
+
+
+def test_close_waits_for_what_may_sample_and_is_idempotent(runner: ModelRunner) -> None:
+    pending = runner.launch(prefill())
+    pending.sample(None)
+    runner.close()
+    assert pending.future.done()
+    runner.close()
+
+
+def test_close_gives_up_a_step_that_may_never_sample(built: ModelRunner) -> None:
+    runner = ModelRunner(built.device, built.decoder, built.sizes)
+    pending = runner.launch(prefill())
+    runner.close()
+    with pytest.raises(RuntimeError, match="closed before"):
+        pending.result()
+
+
+def test_a_decode_step_from_device_tensors_alone_is_the_same_step(built: ModelRunner) -> None:
+    """What graphs capture: the logits of rows and lengths, padding included, and no live slot
+    is written beyond the step's own."""
+    runner = ModelRunner(built.device, built.decoder, replace(built.sizes))
+    for row, tokens in ((1, 6), (2, 7)):
+        pending = runner.launch(prefill(row, tokens))
+        pending.sample(None)
+        pending.result()
+    rows = torch.tensor([2, 1, 0, 0], dtype=torch.int32)
+    kv_lens = torch.tensor([8, 7, 1, 1], dtype=torch.int32)
+    with torch.inference_mode():
+        forward = decode_forward_batch(rows, kv_lens, runner.table, runner.next_tokens, 512)
+        assert forward.slots.tolist() == [21 * 4 + 3, 11 * 4 + 2, 0, 0]
+        before = [k.clone() for k in runner.pool.k]
+        padded = runner.decode_logits(rows, kv_lens, 512)
+        for k, old in zip(runner.pool.k, before, strict=True):
+            changed = (k != old).flatten(1).any(1).nonzero().flatten().tolist()
+            assert set(changed) == {0, 11 * 4 + 2, 21 * 4 + 3}
+        alone = runner.decode_logits(rows[:2], kv_lens[:2], 8)
+    runner.close()
+    torch.testing.assert_close(padded[:2], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_device_record_is_open_about_what_it_can(built: ModelRunner) -> None:
+    device: Device = built.device
+    assert (device.queued, device.pinned, device.graphs) == (False, False, False)
+    assert device.memory_budget_bytes is None
+    fences = device.fence(), device.fence()
+    for fence in fences:
+        fence.record()
+        fence.synchronize()
+    assert fences[1].seconds_since(fences[0]) >= 0
