@@ -7,11 +7,12 @@ its forward pass runs meanwhile. Steps run in the order of their launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from runtime.request import TokenLogprobs
     from runtime.scheduling.schedule_batch import ScheduleBatch
 

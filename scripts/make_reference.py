@@ -30,7 +30,8 @@ OUTPUT = ROOT / "tests" / "runtime" / "execution" / "greedy_reference.json"
 NEW_TOKENS = 64
 # Around the page and chunk sizes of the tests, then long ones.
 LENGTHS = (
-    1, 2, 3, 5, 8, 15, 16, 17, 23, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129, 200, 400, 800, 1500,
+    1, 2, 3, 5, 8, 15, 16, 17, 23, 31, 32, 33,
+    47, 63, 64, 65, 100, 127, 128, 129, 200, 400, 800, 1500,
 )  # fmt: skip
 OPENINGS = (
     "The", "My name", "The capital of", "Water boils at a", "In the year 1969 people first walked",
