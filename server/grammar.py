@@ -216,5 +216,5 @@ def _sentence(message: str) -> str:
         return f"keywords of the schema that cannot be enforced: {', '.join(keys)}"
     if "NoExtensionBias" in message:
         return "no text satisfies it"
-    head = message.split("<state>", 1)[0].strip()
+    head = re.split("<(?:state|backtrace|non-verbose)", message)[0].strip()
     return re.sub(r"\s+", " ", head)[:500] or "the grammar cannot be compiled"

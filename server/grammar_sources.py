@@ -26,6 +26,9 @@ WHITESPACE = r"[ ]{0,2}|\n[ ]{0,20}|\n\t{0,8}"
 # ("\u0061" for "a"), which the grammar takes for an additional property.
 ESCAPES = '"\\nrtbf'
 MAX_DEPTH = 64
+# Beyond these the library compiles for seconds (14 s for 100,000 choices, 12 s for 1,000,003).
+MAX_CHOICES = 4096
+MAX_MULTIPLE = 10_000
 
 ANY_TEXT = r"/(.|\n)*/"
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -139,6 +142,12 @@ def _checked(schema: Any, param: str, depth: int) -> Any:
     if result.get("uniqueItems") is False:
         del result["uniqueItems"]
     _check_min_properties(result, param)
+    multiple = result.get("multipleOf")
+    if isinstance(multiple, int | float) and multiple > MAX_MULTIPLE:
+        raise InvalidRequest(
+            f"{param}: multipleOf {multiple} cannot be enforced; at most {MAX_MULTIPLE} can",
+            param=param,
+        )
     for key in _SCHEMA_MAPS:
         if isinstance(value := result.get(key), dict):
             result[key] = {k: _checked(v, param, depth + 1) for k, v in value.items()}
@@ -192,8 +201,8 @@ def _slashes_escaped(pattern: str) -> str:
 
 def choice(options: Any, param: str) -> Source:
     """The source of a list of texts, one of which is the output."""
-    if not isinstance(options, list) or not options:
-        raise InvalidRequest(f"{param} must be a non-empty list of strings", param=param)
+    if not isinstance(options, list) or not 0 < len(options) <= MAX_CHOICES:
+        raise InvalidRequest(f"{param} must be a list of 1 to {MAX_CHOICES} strings", param=param)
     if bad := [o for o in options if not isinstance(o, str) or not o]:
         raise InvalidRequest(f"{param} holds {bad[0]!r}; only non-empty strings go", param=param)
     lark = "start: " + " | ".join(json.dumps(o, ensure_ascii=False) for o in options)

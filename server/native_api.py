@@ -18,6 +18,7 @@ from server.chat_messages import parse_messages
 from server.http_errors import Draining
 from server.openai_protocol import GenerationParams, check_model, render_options
 from server.service import SERVICE, Service, json_response, new_id, read_json
+from server.tools import parse_tools
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
@@ -88,7 +89,9 @@ async def tokenize(request: web.Request) -> web.Response:
     check_model(fields, service.limits)
     if fields.get("messages") is not None:
         messages = parse_messages(fields.get("messages"))
-        ids = await service.tokenizer.encode_chat(messages, **render_options(fields, messages))
+        options = render_options(fields, messages)
+        messages, more = service.model_format.conversation(messages, parse_tools(fields.values))
+        ids = await service.tokenizer.encode_chat(messages, **options, **more)
     else:
         prompt = fields.string("prompt")
         if prompt is None:

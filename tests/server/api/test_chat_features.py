@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import openai
+import pydantic
 import pytest
 
 from tests.server.api.server_kit import say
@@ -263,3 +264,41 @@ def test_reasoning_then_a_tool_call(thinker):
     assert choice.message.content is None
     assert choice.message.tool_calls[0].function.name == "get_weather"
     assert choice.finish_reason == "tool_calls"
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+    days: int | None
+
+
+def test_the_client_s_own_parsing_of_schemas_and_tools(sim):
+    said = '{"city": "Oslo", "days": null}'
+    parsed = sim.openai.chat.completions.parse(
+        model=sim.model,
+        messages=[{"role": "user", "content": say(said)}],
+        response_format=Weather,
+    )
+    assert parsed.choices[0].message.parsed == Weather(city="Oslo", days=None)
+    call = f'<tool_call>\n{{"name": "Weather", "arguments": {said}}}\n</tool_call>'
+    with sim.openai.chat.completions.stream(
+        model=sim.model,
+        messages=[{"role": "user", "content": say(call)}],
+        tools=[openai.pydantic_function_tool(Weather)],
+    ) as stream:
+        deltas = [e for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        final = stream.get_final_completion()
+    assert len(deltas) > 3
+    [done] = final.choices[0].message.tool_calls
+    assert done.function.parsed_arguments == Weather(city="Oslo", days=None)
+    response = sim.openai.responses.parse(model=sim.model, input=say(said), text_format=Weather)
+    assert response.output_parsed == Weather(city="Oslo", days=None)
+
+
+def test_tokenize_counts_the_tools_too(thinker):
+    messages = [{"role": "user", "content": "Hi"}]
+    used = thinker.chat(messages, tools=[WEATHER]).usage.prompt_tokens
+    body = {"messages": messages, "tools": [WEATHER]}
+    found = thinker.openai.post(
+        thinker.url + "/tokenize", body=body, cast_to=openai.BaseModel
+    ).to_dict()
+    assert found["count"] == used

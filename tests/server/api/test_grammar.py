@@ -231,6 +231,8 @@ async def test_fields(compiler, body, yes, no):
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
         ({"type": "object", "minProperties": 2}, "minProperties 2"),
         ({"const": "\x01"}, "control characters"),
+        ({"type": "integer", "multipleOf": 1000003}, "multipleOf 1000003"),
+        ({"enum": [str(i) for i in range(100_000)]}, "too big"),
         (False, "allows nothing"),
         (5, "must be a JSON object"),
         ("{", "not JSON"),
