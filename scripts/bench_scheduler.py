@@ -2,9 +2,9 @@
 """What scheduling costs: time of plan + commit per step, and how it grows.
 
 The device waits for this time unless it is hidden, so it is measured by itself: no model, no
-server, tokens made up. Times are CPU microseconds of this thread, so other processes do not show in the
-worst step; each figure is the median over steps, with the 99th percentile and the worst step beside
-it, after a warm-up, with the garbage collector off as in `timeit`.
+server, tokens made up. Times are CPU microseconds of this thread, so other processes do not show
+in the worst step; each figure is the median over steps, with the 99th percentile and the worst step
+beside it, after a warm-up, with the garbage collector off as in `timeit`.
 
     running   decode-only steps, 1 to 1,024 rows (prefix caching on, pages of 16, 200-token prompts)
     waiting   256 running rows and no free slot, 0 to 10,000 requests waiting, fcfs
@@ -218,9 +218,12 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS], help="all without any")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; else all")
     parser.add_argument("--steps", type=int, default=300, help="measured steps per figure")
     options = parser.parse_args()
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: must be of {', '.join(PARTS)}")
     for name in options.parts or PARTS:
         gc.collect()
         gc.disable()

@@ -120,7 +120,8 @@ def predict_next_chunk_size(history: int, a: float, b: float, base: int, page_si
     exact = (math.sqrt(linear * linear + 4 * a * target) - linear) / (2 * a)
     smooth = base + SMOOTHING * (exact - base)
     align = max(page_size, ALIGN_TOKENS)
-    return max(int(max(smooth, base / 4)) // align * align, align)
+    # The root comes out a hair below the whole number that it stands for.
+    return max(int(max(smooth, base / 4) + 1e-6) // align * align, align)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,203 @@
+"""Chunk sizes: the dynamic size against worked examples, the target size on a noisy device."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import pytest
+
+from runtime.scheduling.chunk_sizer import (
+    ChunkLoad,
+    ChunkSizer,
+    DynamicChunkSizer,
+    SloChunkSizer,
+    StaticChunkSizer,
+    make_chunk_sizer,
+    predict_next_chunk_size,
+)
+from runtime.scheduling.schedule_batch import ScheduleBatch
+from runtime.scheduling.step_time_model import StepShape, StepTimeModel, quantile, solve
+from tests.runtime.scheduling.scheduler_harness import config, request
+
+PAGE = 16
+
+
+@pytest.mark.parametrize(("history", "expected"), [(0, 512), (4096, 384), (16384, 256)])
+def test_chunks_shrink_as_the_history_grows(history: int, expected: int) -> None:
+    assert predict_next_chunk_size(history, 2e-5, 0.5, 512, PAGE) == expected
+
+
+def test_a_chunk_is_never_below_a_quarter_of_the_base() -> None:
+    assert predict_next_chunk_size(10_000_000, 2e-5, 0.5, 512, PAGE) == 128
+
+
+def test_chunks_of_one_prompt_take_about_the_same_time() -> None:
+    a, b, history, times = 2e-5, 0.5, 0, []
+    while history < 20_000:
+        size = predict_next_chunk_size(history, a, b, 4096, PAGE)
+        times.append(a * (size * size + 2 * size * history) + b * size)
+        history += size
+    static = a * (4096 * 4096 + 2 * 4096 * 16384) + b * 4096
+    assert max(times) < 1.35 * min(times) < static
+
+
+def step(tokens: int, history: int, rows: int, context: int) -> ScheduleBatch:
+    """A step of one chunk beside decode rows with this many context tokens in all."""
+    batch = ScheduleBatch(0)
+    if tokens:
+        batch.num_prefill = 1
+        batch.requests.append(request("p", 1))
+        batch.starts.append(history)
+        batch.lengths.append(tokens)
+        batch.input_ids.extend(range(tokens))
+    for row in range(rows):
+        batch.requests.append(request(f"d{row}", 1))
+        batch.starts.append(context // rows - 1)
+        batch.lengths.append(1)
+    batch.rows = array("i", range(1, len(batch.requests) + 1))
+    return batch
+
+
+class Device:
+    """Step times like a CPU's: memory-bound up to some rows, then linear, with noise and rare
+    outliers."""
+
+    def __init__(self, seed: int, noise: float = 0.04, floor_s: float = 0.010) -> None:
+        self.random = random.Random(seed)
+        self.noise = noise
+        self.floor_s = floor_s
+
+    def seconds(self, tokens: int, history: int, rows: int, context: int) -> float:
+        compute = 0.00065 * (tokens + rows)
+        attention = 1e-7 * (tokens * (history + tokens / 2) + context)
+        value = max(self.floor_s, compute + 0.002) + attention
+        if self.random.random() < 0.01:
+            value *= 1.5
+        return value * (1 + self.random.gauss(0, self.noise))
+
+
+def serve(
+    sizer: ChunkSizer, device: Device, prompts: int, rows: int = 8, length: int = 1500
+) -> list[float]:
+    """Times of the mixed steps while prompts arrive beside decoding rows."""
+    times: list[float] = []
+    context = 200 * rows
+    for _ in range(prompts):
+        for _ in range(10):
+            sizer.observe(step(0, 0, rows, context), device.seconds(0, 0, rows, context))
+        history = 0
+        while history < length:
+            size = sizer.choose(ChunkLoad(history, rows, context))
+            assert size.exact
+            assert size.tokens is not None
+            tokens = min(size.tokens, length - history)
+            times.append(device.seconds(tokens, history, rows, context))
+            sizer.observe(step(tokens, history, rows, context), times[-1])
+            history += tokens
+            context += rows
+        context = 200 * rows
+    return times
+
+
+def slo_config(target_ms: float) -> Any:
+    return config(
+        page_size=PAGE, capacity_tokens=32768, chunked_prefill_size=128, tpot_slo_ms=target_ms
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("noise", [0.02, 0.08], ids=["quiet machine", "noisy machine"])
+def test_mixed_steps_stay_within_a_feasible_target(seed: int, noise: float) -> None:
+    # Decode alone takes 10 ms; the smallest chunk, 24 rows together, about 17.8.
+    sizer = SloChunkSizer(slo_config(24.0))
+    times = serve(sizer, Device(seed, noise), prompts=12)
+    within = sum(t <= 0.024 for t in times) / len(times)
+    assert within >= 0.95
+    assert sizer.feasible
+
+
+def test_a_target_is_used_not_only_kept() -> None:
+    sizer = SloChunkSizer(slo_config(60.0))
+    times = serve(sizer, Device(1, 0.02), prompts=12)
+    assert len(times) / 12 < 1500 / 48, "chunks stay far below what the target allows"
+    assert sum(t <= 0.060 for t in times) / len(times) >= 0.95
+
+
+def test_an_infeasible_target_is_reported() -> None:
+    sizer = SloChunkSizer(slo_config(11.0))
+    serve(sizer, Device(1), prompts=4)
+    assert sizer.feasible is False
+    assert sizer.choose(ChunkLoad(0, 8, 1600)).tokens == PAGE, "prefill goes on all the same"
+
+
+def test_feasibility_is_unknown_before_steps_were_measured() -> None:
+    assert SloChunkSizer(slo_config(20.0)).feasible is None
+
+
+def test_a_step_that_delays_nobody_gets_the_static_size() -> None:
+    sizer = SloChunkSizer(slo_config(11.0))
+    assert sizer.choose(ChunkLoad(0, 0, 0)).tokens == 128
+
+
+def test_options_choose_the_sizer() -> None:
+    assert isinstance(make_chunk_sizer(config()), StaticChunkSizer)
+    assert isinstance(make_chunk_sizer(config(enable_dynamic_chunking=True)), DynamicChunkSizer)
+    assert isinstance(make_chunk_sizer(config(tpot_slo_ms=20.0)), SloChunkSizer)
+    off = make_chunk_sizer(config(chunked_prefill_size=-1))
+    assert off.choose(ChunkLoad(0, 4, 100)).tokens is None
+
+
+def test_dynamic_size_is_static_until_enough_steps_were_seen() -> None:
+    sizer = DynamicChunkSizer(
+        config(
+            page_size=PAGE,
+            capacity_tokens=1 << 20,
+            chunked_prefill_size=512,
+            context_length=1 << 20,
+            enable_dynamic_chunking=True,
+        )
+    )
+    sizes = []
+    rng = random.Random(3)
+    for index in range(40):
+        history = 512 * (index % 20)
+        sizes.append(sizer.choose(ChunkLoad(16384, 0, 0)).tokens)
+        tokens = rng.randint(64, 512)
+        seconds = 2e-5 * (tokens * tokens + 2 * tokens * history) + 0.5 * tokens + 7
+        sizer.observe(step(tokens, history, 0, 0), seconds)
+    # The first step is dropped, eight more are needed.
+    assert sizes[:9] == [512] * 9
+    assert sizes[9:] == [256] * 31
+
+
+def test_the_model_finds_the_coefficients_of_exact_times() -> None:
+    model = StepTimeModel()
+    rng = random.Random(5)
+    for _ in range(60):
+        tokens, history, rows = rng.randint(1, 512), rng.randint(0, 4000), rng.randint(1, 64)
+        shape = StepShape(tokens, tokens * (tokens + 2 * history), rows, rows * history)
+        seconds = 3e-9 * shape.square + 5e-5 * tokens + 1e-4 * rows + 1e-8 * shape.context + 0.004
+        model.observe(shape, seconds)
+    fitted = model.coefficients
+    assert fitted is not None
+    assert fitted.square == pytest.approx(3e-9, rel=0.02)
+    assert fitted.token == pytest.approx(5e-5, rel=0.02)
+    assert fitted.constant == pytest.approx(0.004, rel=0.02)
+
+
+def test_no_coefficient_is_negative() -> None:
+    model = StepTimeModel()
+    for index in range(30):
+        tokens = 16 + 16 * (index % 3)
+        model.observe(StepShape(tokens, tokens * tokens, 8, 100), 0.01 - 1e-5 * tokens)
+    fitted = model.coefficients
+    assert fitted is not None
+    assert min(fitted) >= 0
+
+
+def test_linear_solver_and_quantile() -> None:
+    assert solve([[0.0, 2.0, 4.0], [1.0, 1.0, 5.0]]) == pytest.approx([3.0, 2.0])
+    assert quantile([float(v) for v in range(100)], 0.95) == 95.0
+    assert quantile([], 0.95) == 0.0
