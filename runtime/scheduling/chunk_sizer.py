@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.75
 ALIGN_TOKENS = 64
+PAGE_PARTS = 4  # the SLO's smallest chunk of a started prompt is this part of a page
 
 
 class ChunkLoad(NamedTuple):
@@ -182,13 +183,22 @@ class SloChunkSizer:
             return ChunkSize(self._slow_start.size, exact=True)
         margin = self._model.margin_s
         fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + margin
-        self._smallest_s = fixed + _prefill_s(fitted.square, fitted.token, self._page, load.history)
+        smallest = self._smallest(load.history)
+        self._smallest_s = fixed + _prefill_s(fitted.square, fitted.token, smallest, load.history)
         most = _largest_within(
             self._target_s - fixed, fitted.square, fitted.token, load.history, self._limit
         )
-        size = max(most // self._page * self._page, self._page)
+        unit = self._page if most >= self._page else smallest
+        # Out of reach is out of reach: the smallest pieces would only make it last longer.
+        size = most // unit * unit or self._page
         self.predicted_s = fixed + _prefill_s(fitted.square, fitted.token, size, load.history)
         return ChunkSize(size, exact=True)
+
+    def _smallest(self, history: int) -> int:
+        """A prompt begins with a page, and may go on with parts of one: beside a few rows of a
+        small model on a CPU, computing a page of 16 tokens takes as long as the decode step, and
+        the end of a long prompt would miss a target of twice that step."""
+        return max(self._page // PAGE_PARTS, 1) if history else self._page
 
     def observe(self, batch: ScheduleBatch, seconds: float) -> None:
         shape = shape_of(batch)
