@@ -1,0 +1,61 @@
+"""Scheduler and model runner on the Triton ops: the same greedy tokens as on the CPU ops."""
+
+from __future__ import annotations
+
+import pytest
+
+from ops.cpu.op_set import CpuOps
+from ops.gpu.op_set import GpuOps
+from runtime.config import SchedulerConfig
+from runtime.request import SamplingParams
+from runtime.scheduling.scheduler import Scheduler
+from tests.ops.gpu.tiny_decoder import PAGE_SIZE, SPEC, make_device, make_runner
+from tests.runtime.execution.drivers import Run, request, run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+]
+
+SHARED = [(7 * i) % 200 + 3 for i in range(20)]
+PROMPTS = {
+    "single": [17],
+    "short": [5, 9, 31],
+    "long": SHARED + [(11 * i) % 190 + 5 for i in range(33)],
+}
+LATER = {"cached": [*SHARED, 44, 45]}
+
+
+def generate(ops: CpuOps | GpuOps, *, overlap: bool) -> list[Run]:
+    """The prompts in chunks of 16 tokens beside running rows, then one that finds a prefix."""
+    runner = make_runner(make_device(ops))
+    scheduler = Scheduler(
+        SchedulerConfig(
+            capacity_tokens=512,
+            context_length=256,
+            page_size=PAGE_SIZE,
+            max_running_requests=8,
+            chunked_prefill_size=16,
+        )
+    )
+    runs = []
+    for prompts in (PROMPTS, LATER):
+        sampling = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+        requests = [request(name, prompt, sampling) for name, prompt in prompts.items()]
+        runs.append(run(scheduler, runner, requests, overlap=overlap))
+    runner.close()
+    return runs
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
+def test_greedy_tokens_equal_those_of_the_cpu_ops(overlap: bool) -> None:
+    first, second = generate(GpuOps(), overlap=overlap)
+    assert first.steps["mixed"] >= 2  # chunks of the long prompt beside the others' decode rows
+    assert first.steps["decode"] >= 1
+    assert second.cached_tokens >= PAGE_SIZE * 4
+    expected = generate(CpuOps(), overlap=overlap)
+    for got, want in zip((first, second), expected, strict=True):
+        tokens = {name: output.token_ids for name, output in want.outputs.items()}
+        assert {name: output.token_ids for name, output in got.outputs.items()} == tokens
+        assert all(len(ids) == 6 for ids in tokens.values())
+        assert all(0 <= token < SPEC.vocab_size for ids in tokens.values() for token in ids)

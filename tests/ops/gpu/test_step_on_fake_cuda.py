@@ -1,0 +1,173 @@
+"""A model's steps under fake CUDA: fake tensors have shapes and devices but no data.
+
+A value that the host would have to wait for (`.item()`, `nonzero`, a boolean index) raises, and so
+does an op on tensors of two devices. What passes here can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+from ops.gpu.op_set import GpuOps
+from runtime.execution.device import Device
+from runtime.execution.model_runner import ModelRunner, ModelStep
+from runtime.request import Request, SamplingParams
+from runtime.runner import SampleMasks
+from runtime.scheduling.schedule_batch import ScheduleBatch
+from tests.ops.gpu.tiny_decoder import SPEC, make_device, make_runner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class FakeDevice(Device):
+    """What is uploaded has a shape and a type."""
+
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        dtype = torch.from_numpy(values[:0]).dtype
+        return torch.empty(values.shape, dtype=dtype, device=self.torch_device)
+
+
+class FakeStaging:
+    """`Staging`, whose numpy views need memory that a fake tensor does not have."""
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        return [torch.empty(len(values), dtype=torch.int32, device="cuda") for values in arrays]
+
+
+# A CPU build of torch has nothing that guards a CUDA device, so that indexing and `.to` raise before
+# they reach the fake mode. On builds with CUDA the fake mode installs this guard itself.
+NO_OP_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+static const bool installed = [] {
+  constexpr auto cuda = static_cast<size_t>(c10::DeviceType::CUDA);
+  c10::impl::device_guard_impl_registry[cuda].store(&guard);
+  return true;
+}();
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if torch.cuda._is_compiled():
+        return
+    folder, torch_folder = tmp_path_factory.mktemp("guard"), Path(torch.__file__).parent
+    (folder / "guard.cpp").write_text(NO_OP_GUARD)
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", "guard.cpp", "-o", "guard.so"]
+    paths = [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-lc10"]
+    subprocess.run([*command, *paths], cwd=folder, check=True)
+    ctypes.CDLL(str(folder / "guard.so"))
+
+
+@pytest.fixture
+def runner() -> Iterator[ModelRunner]:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        device = make_device(GpuOps(), "cuda")
+        fields = {name: getattr(device, name) for name in Device.__slots__}
+        runner = make_runner(FakeDevice(**fields))
+        runner.staging = FakeStaging()
+        yield runner
+    runner.close()
+
+
+PLAIN = SamplingParams(temperature=0.0)
+EVERYTHING = SamplingParams(
+    temperature=0.8,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.05,
+    seed=-3,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+    logit_bias=((5, 1.0), (9, -2.0)),
+    min_tokens=4,
+    stop_token_ids=frozenset({7}),
+    logprobs=3,
+    prompt_logprobs=2,
+)
+
+
+def step(kinds: Sequence[tuple[int, int]], sampling: SamplingParams) -> ScheduleBatch:
+    """A batch of rows (prefix, new tokens); rows of one token behind a prefix decode."""
+    prefill = [row for row in kinds if row[0] == 0 or row[1] > 1]
+    rows = prefill + [row for row in kinds if row not in prefill]
+    batch = ScheduleBatch(step=0, num_prefill=len(prefill))
+    for i, (prefix, new) in enumerate(rows):
+        ids = array("i", range(1, prefix + new + 3))
+        batch.requests.append(Request(f"r{i}", ids, sampling, arrival_s=0.0))
+        batch.rows.append(i + 1)
+        batch.starts.append(prefix)
+        batch.lengths.append(new)
+        if i < len(prefill):
+            batch.input_ids.extend(ids[prefix : prefix + new])
+        batch.sampled.append(i)
+        batch.positions.append(prefix + new)
+        batch.output_counts.append(0)
+        batch.table_rows.append(i + 1)
+        batch.table_indices.append(prefix // 4)
+        batch.table_pages.append(2 * i + 1)
+    return batch
+
+
+STEPS = {
+    "prefill": [(0, 17), (0, 1)],
+    "mixed": [(0, 9), (12, 30), (40, 1), (7, 1)],
+    "decode": [(5, 1), (90, 1), (3, 1)],
+}
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, EVERYTHING], ids=["greedy", "everything"])
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_neither_waits_nor_mixes_devices(
+    kind: str, sampling: SamplingParams, runner: ModelRunner
+) -> None:
+    """From embedding to the sampled token in the device's buffer."""
+    batch = step(STEPS[kind], sampling)
+    assert batch.kind == kind
+    masks = None
+    if sampling is EVERYTHING:
+        words = (SPEC.vocab_size + 31) // 32
+        masks = SampleMasks([1], np.full((1, words), -1, dtype=np.int32))
+    model_step = ModelStep(runner, batch)
+    model_step.forward()
+    model_step.sample(masks)
+    sampled = model_step._sampled.token_ids
+    assert isinstance(sampled, FakeTensor)
+    assert (sampled.device.type, sampled.dtype) == ("cuda", torch.int64)
+    assert sampled.shape == (len(batch.sampled),)
+    assert runner.next_tokens.device.type == "cuda"
+
+
+def test_what_a_graph_captures_neither_waits_nor_mixes_devices(runner: ModelRunner) -> None:
+    rows = torch.zeros(8, dtype=torch.int32, device="cuda")
+    logits = runner.decode_logits(rows, torch.ones_like(rows), 256)
+    assert logits.shape == (8, SPEC.vocab_size)
+    assert (logits.device.type, logits.dtype) == ("cuda", torch.float32)
+
+
+def test_the_fake_device_finds_a_wait_and_a_mix() -> None:
+    with FakeTensorMode():
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(DynamicOutputShapeException):
+            x[x > 0]
+        with pytest.raises(RuntimeError, match="device"):
+            x + torch.ones(3)
