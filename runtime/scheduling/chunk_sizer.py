@@ -159,18 +159,20 @@ class SloChunkSizer:
         self._model = StepTimeModel()
         self._slow_start = SlowStart(self._page, self._limit, self._target_s, self._page)
         self._held: deque[bool] = deque(maxlen=RECENT)  # mixed steps within the target
-        self._smallest_s: float | None = None
+        self._in_reach: deque[bool] = deque(maxlen=RECENT)  # sizes asked for: was there one?
         self.predicted_s: float | None = None
 
     @property
     def feasible(self) -> bool | None:
-        """Whether the smallest chunk holds the target; None before it is known.
+        """Whether the smallest chunks held the target of late; None before it is known.
 
-        Infeasible only where the prediction says so and the measured steps do not contradict it.
+        Infeasible only where the predictions say so for more than 5 % of the recent steps and the
+        measured times do not contradict them: one step alone, at the start or the end of a
+        prompt, says little of the load.
         """
-        if self._smallest_s is None:
+        if not self._in_reach:
             return None
-        if self._smallest_s <= self._target_s:
+        if sum(self._in_reach) >= 0.95 * len(self._in_reach):
             return True
         return len(self._held) >= MIN_SAMPLES and sum(self._held) >= 0.95 * len(self._held)
 
@@ -184,7 +186,8 @@ class SloChunkSizer:
         margin = self._model.margin_s
         fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + margin
         smallest = self._smallest(load.history)
-        self._smallest_s = fixed + _prefill_s(fitted.square, fitted.token, smallest, load.history)
+        smallest_s = fixed + _prefill_s(fitted.square, fitted.token, smallest, load.history)
+        self._in_reach.append(smallest_s <= self._target_s)
         most = _largest_within(
             self._target_s - fixed, fitted.square, fitted.token, load.history, self._limit
         )
