@@ -158,23 +158,26 @@ class SloChunkSizer:
         self._target_s = config.tpot_slo_ms / 1000
         self._model = StepTimeModel()
         self._slow_start = SlowStart(self._page, self._limit, self._target_s, self._page)
-        self._held: deque[bool] = deque(maxlen=RECENT)  # mixed steps within the target
-        self._in_reach: deque[bool] = deque(maxlen=RECENT)  # sizes asked for: was there one?
+        self._held: deque[bool] = deque(
+            maxlen=RECENT
+        )  # steps of at most a page: within the target?
+        self._in_reach: deque[bool] = deque(
+            maxlen=RECENT
+        )  # choices: was there a size for the target?
         self.predicted_s: float | None = None
 
     @property
     def feasible(self) -> bool | None:
-        """Whether the smallest chunks held the target of late; None before it is known.
+        """Whether the smallest chunks hold the target of late; None before it is known.
 
-        Infeasible only where the predictions say so for more than 5 % of the recent steps and the
-        measured times do not contradict them: one step alone, at the start or the end of a
-        prompt, says little of the load.
+        Infeasible only where the predictions say so for more than 5 % of the recent steps, and
+        more than 5 % of those that carried no more than a page missed it in fact: one step alone,
+        at the start or the end of a prompt, says little of the load, and a larger chunk that
+        missed says nothing of the smallest.
         """
         if not self._in_reach:
             return None
-        if sum(self._in_reach) >= 0.95 * len(self._in_reach):
-            return True
-        return len(self._held) >= MIN_SAMPLES and sum(self._held) >= 0.95 * len(self._held)
+        return _mostly(self._in_reach) or len(self._held) < MIN_SAMPLES or _mostly(self._held)
 
     def choose(self, load: ChunkLoad) -> ChunkSize:
         fitted = self._model.coefficients
@@ -209,11 +212,16 @@ class SloChunkSizer:
             return
         self._model.observe(shape, seconds)
         if shape.tokens:
-            self._held.append(seconds <= self._target_s)
+            if shape.tokens <= self._page:
+                self._held.append(seconds <= self._target_s)
             self._slow_start.observe(seconds)
 
 
 NO_STATIC = 1 << 30
+
+
+def _mostly(flags: deque[bool]) -> bool:
+    return sum(flags) >= 0.95 * len(flags)
 
 
 def _prefill_s(a: float, b: float, tokens: int, history: int) -> float:

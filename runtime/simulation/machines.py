@@ -73,20 +73,20 @@ def _h200_llama_8b() -> Machine:
 
 
 def _cpu_smollm2_135m() -> Machine:
-    """SmolLM2-135M in bfloat16 on two cores of an EPYC (Zen 4, AVX512-BF16).
+    """SmolLM2-135M in bfloat16 on two cores of an EPYC (Zen 4, AVX512-BF16), native kernels.
 
-    From measurements of its linear layers with cold weights (oneDNN, packed once): 14.9 ms for 1
-    row, 15.1 for 8, 18.7 for 16, 49.5 for 64, 263 for 512; so one pass costs 15 ms, and from about
-    8 rows on 0.5 ms a row. The floors are 8.7 ms (269 MB at 31 GB/s) and 0.51 ms (212 MFLOP at
-    0.42 TFLOP/s). Attention: 4 * 9 * 64 FLOP per pair and layer, 30 layers, at half of the matmul
-    rate is 0.33 us; 23,040 bytes of KV a token at 31 GB/s are 0.74 us, and as much again for the
-    arithmetic. The sampler's passes over 49,152 logits cost about 50 us a row."""
+    Measured: a decode step of 8 rows with 64 tokens each takes 11.1 ms on the quiet machine. The
+    slopes are CPU times of one thread over rows, history and context, halved for two: 1.0 ms per
+    token of prefill (from 8 rows on), 0.49 us per (query, key) pair, 2.3 us per token of decode
+    context. For comparison, the floors of this model are 8.7 ms (269 MB at 31 GB/s) and 0.51 ms a
+    token (212 MFLOP at 0.42 TFLOP/s). The sampler's passes over 49,152 logits cost about 50 us a
+    row."""
     cost = CostModel(
-        step_s=15.0e-3,
-        token_s=0.50e-3,
+        step_s=10.1e-3,
+        token_s=0.51e-3,
         knee_tokens=8.0,
-        pair_s=0.33e-6,
-        context_s=1.5e-6,
+        pair_s=0.25e-6,
+        context_s=1.17e-6,
         row_s=50e-6,
         # Two cores that also run the server and its clients.
         sigma=0.06,
