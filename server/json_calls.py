@@ -281,3 +281,9 @@ class MistralParser(JsonCallsParser):
             return False
         self._state = self._text
         return True
+
+
+class GraniteParser(MistralParser):
+    """<|tool_call|>[{"name": ..., "arguments": {...}}, ...] (Granite 3, Phi 4 mini)."""
+
+    markers = ("<|tool_call|>",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from runtime.errors import InvalidRequest
 from server import grammar_sources as sources
 from server.answer_parser import AnswerParser
 from server.answers import PlainContent
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
     from server.answers import MessageParser
+    from server.chat_template import ChatTemplate
     from server.grammar_sources import Source
     from server.openai_protocol import GenerationParams
     from server.tokenizer import Tokenizer
@@ -55,6 +57,7 @@ class ModelFormat:
         self.tool_family = tool_family(tool_call_parser, "\n".join(texts))
         self.reasoning_family = reasoning_family(reasoning_parser)
         self.knows_tools = knows_tools(texts)
+        self.takes_system = template is None or _takes_system(template)
         self.special_tokens = tokenizer.special_tokens()
         marks = [*self.tool_family.parser.markers]
         if self.reasoning_family is not None:
@@ -75,7 +78,7 @@ class ModelFormat:
         """Messages as the chat template can show them, and the options of rendering tools."""
         allowed = () if tools is None else tools.allowed
         if not self.knows_tools:
-            return told_in_text(messages, allowed), {}
+            return told_in_text(messages, allowed, system=self.takes_system), {}
         return list(messages), {"tools": [tool.openai() for tool in allowed]} if allowed else {}
 
     def parser_factory(
@@ -138,3 +141,14 @@ class ModelFormat:
     def close(self) -> None:
         """Ends the compiler's threads."""
         self._compiler.close()
+
+
+def _takes_system(template: ChatTemplate) -> bool:
+    """Whether a template shows a system message, rather than refuse it or leave it out."""
+    try:
+        text = template.render(
+            [{"role": "system", "content": "a-system-message"}, {"role": "user", "content": "Hi"}]
+        )
+    except InvalidRequest:
+        return False
+    return "a-system-message" in text

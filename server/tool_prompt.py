@@ -28,17 +28,22 @@ def knows_tools(templates: Iterable[str]) -> bool:
     return any(re.search(r"\btools\b", template) for template in templates)
 
 
-def told_in_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+def told_in_text(
+    messages: Sequence[Message], tools: Sequence[Tool], *, system: bool = True
+) -> list[Message]:
     """The same conversation for a template that knows no tools: plain text in plain roles.
 
     The tools go to the system message, calls to the assistant's text, results to the user's.
+
+    Args: system: the template takes a system message; else the first message tells of the tools.
     """
     plain = [_plain(message) for message in messages]
     if tools:
         lines = "\n".join(json.dumps(tool.openai(), ensure_ascii=False) for tool in tools)
         instruction = _INSTRUCTION.format(tools=lines)
-        if plain and plain[0].get("role") == "system":
-            head = f"{plain[0].get('content') or ''}\n\n{instruction}".strip()
+        if plain[0]["role"] == "system" or not system:
+            told = [plain[0].get("content") or "", instruction]
+            head = "\n\n".join(told if system else reversed(told)).strip()
             plain[0] = {**plain[0], "content": head}
         else:
             plain.insert(0, {"role": "system", "content": instruction})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.errors import ConfigError, InvalidRequest
 from server import grammar_sources as sources
 from server.grammar_sources import LarkBuilder, Source, Tag
-from server.json_calls import HermesParser, Llama3JsonParser, MistralParser
+from server.json_calls import GraniteParser, HermesParser, Llama3JsonParser, MistralParser
 from server.pythonic_calls import PythonicParser
 from server.tool_parser import ToolCallParser, mistral_call_id, openai_call_id
 
@@ -226,6 +226,15 @@ TOOL_FAMILIES = {
         in_text=True,
         new_id=mistral_call_id,
     ),
+    "granite": ToolFamily(
+        GraniteParser,
+        begin='{"name": {name}, "arguments": ',
+        end="}",
+        separator=", ",
+        before="<|tool_call|>[",
+        after="]",
+        in_text=True,
+    ),
     "pythonic": ToolFamily(
         PythonicParser,
         begin="{name}(",
@@ -253,6 +262,7 @@ def tool_family(name: str | None, template: str | None) -> ToolFamily:
     for mark, family in (
         ("<tool_call>", "hermes"),
         ("[TOOL_CALLS]", "mistral"),
+        ("<|tool_call|>", "granite"),
         ("[func_name1(", "pythonic"),
         ("<|python_start|>", "pythonic"),
         ("<|python_tag|>", "llama3_json"),

@@ -332,6 +332,7 @@ async def test_tools_beside_a_response_format(compiler):
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<|python_tag|>", "llama3_json"),
+        ("<|tool_call|>", "granite"),
         ("[func_name1(params)]", "pythonic"),
         (None, "hermes"),
     ],

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from server.json_calls import HermesParser, Llama3JsonParser, MistralParser
+from server.json_calls import GraniteParser, HermesParser, Llama3JsonParser, MistralParser
 from server.pythonic_calls import PythonicParser
 from server.tool_parser import CallArguments, CallStart, TextPiece, mistral_call_id, openai_call_id
 
@@ -52,6 +52,8 @@ CASES = [
     (MISTRAL, '[TOOL_CALLS]g[CALL_ID]abc[ARGS]{"x": 1}', "", [("g", '{"x": 1}')]),
     (MISTRAL, "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
     (MISTRAL, "[TOOL_CALLS][1, 2]", "[TOOL_CALLS][1, 2]", []),
+    (GraniteParser, 'Hm. <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "Hm.",
+     [("f", '{"a": 1}')]),
     (PYTHONIC, '[f(a=1, b="x, y)", c=[1, {"d": None}], e=true), g()]', "",
      [("f", '{"a": 1, "b": "x, y)", "c": [1, {"d": null}], "e": true}'), ("g", "{}")]),
     (PYTHONIC, "[get_weather(city='Paris', ok=False, n=-1.5, w=foo)] done", " done",
