@@ -163,9 +163,20 @@ async def server_info(request: web.Request) -> web.Response:
 
 
 async def debug_requests(request: web.Request) -> web.Response:
-    """GET /debug/requests: every live request, and what it has waited for. No text."""
-    engine = request.app[SERVICE].engine
-    return json_response([dataclasses.asdict(one) for one in engine.scheduler.requests])
+    """GET /debug/requests: every live request, and what it has waited for; also what now holds
+    the queue back, and whether --tpot-slo-ms is within reach. No text."""
+    scheduler = request.app[SERVICE].engine.scheduler
+    now = scheduler.statistics()
+    return json_response(
+        {
+            "full": now.full,
+            "reason": now.reason,
+            "chunk_tokens": now.chunk_tokens,
+            "slo_feasible": now.slo_feasible,
+            "predicted_step_s": now.predicted_step_s,
+            "requests": [dataclasses.asdict(one) for one in scheduler.requests],
+        }
+    )
 
 
 async def debug_steps(request: web.Request) -> web.Response:

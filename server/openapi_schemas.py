@@ -401,5 +401,5 @@ ANSWERS: dict[str, Schema] = {
     "Health": record({"status": const("ok")}),
     "ServerInfo": record({"version": STRING, "model": STRING, "options": OBJECT}),
     "Steps": record({"total": INTEGER, "steps": array(OBJECT)}),
-    "Requests": array(OBJECT),
+    "Requests": record({"full": BOOLEAN, "reason": STRING, "requests": array(OBJECT)}),
 }
