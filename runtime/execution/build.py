@@ -17,6 +17,7 @@ from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, g
 from runtime.execution.device import DTYPES, Device, open_device
 from runtime.execution.kv_pool import bytes_per_token
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
+from runtime.execution.warm_up import warm_up
 from runtime.execution.weights import WeightLoader
 from runtime.models.decoder import Decoder
 from runtime.models.registry import read_family
@@ -100,6 +101,9 @@ def build_runner(
     )
     runner = ModelRunner(device, decoder, sizes, eos_token_ids=info.eos_token_ids)
     runner.graphs = _capture_graphs(runner, config, progress)
+    if device.queued:
+        progress("compiling kernels")
+        warm_up(runner)
     return runner, info
 
 

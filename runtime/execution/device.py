@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 import ops
 from ops.cpu.build import KernelBuildError
 from ops.cpu.load import CpuOptions
+from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -195,6 +197,13 @@ def _open_cpu(
 def _open_cuda(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
     if not torch.cuda.is_available():
         raise ConfigError("device 'cuda': torch finds no CUDA device; 'cpu' runs without one")
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization {config.quantization!r}: the GPU has none; without it weights are"
+            " bfloat16 or float16"
+        )
+    cache_dir = resolve_cache_dir(config.cache_dir, os.environ)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir / "triton"))
     device = torch.device("cuda", torch.cuda.current_device())
     bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
     total = torch.cuda.get_device_properties(device).total_memory
