@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from runtime.scheduling.prefill_adder import Admitted
 
 
+_FULL = (Reason.SLOTS, Reason.KV_TOTAL, Reason.KV_STEP)
+
+
 @dataclass(slots=True)
 class PrefillRows:
     """What a pass admitted.
@@ -39,8 +42,10 @@ class PrefillRows:
 class Admission:
     """Walks the queue with the budgets of one step.
 
-    "Full" is never latched: a refusal holds only as long as nothing that it rests on has changed,
-    and is kept as an observable with its reason.
+    "Full" is nothing but an observable with its reason: every pass looks at slots and KV anew. That
+    costs a sum over the running rows and one match of the first waiting prompt, whatever the length
+    of the queue; a remembered refusal saves that much, and is wrong as soon as one of the many
+    things that it rests on has changed unnoticed.
 
     Args:
         life: queue, running list and pending chunk; changed by `build`.
@@ -49,7 +54,6 @@ class Admission:
     def __init__(self, config: SchedulerConfig, life: Lifecycle) -> None:
         self._life = life
         self._memory = life.memory
-        self._refused_at: tuple[object, ...] | None = None
         self.reason = Reason.NONE  # why the last pass admitted no more
         self.chunk_tokens: int | None = None
         self.configure(config)
@@ -60,12 +64,11 @@ class Admission:
         self.sizer = make_chunk_sizer(config)
         self._delayer = PrefillDelayer(config) if config.enable_prefill_delayer else None
         self._order = QueueOrder(config, self._life.queue, self._memory)
-        self._refused_at = None
 
     @property
     def full(self) -> bool:
         """Whether the last pass had to refuse somebody for want of slots or KV."""
-        return self._refused_at is not None
+        return self.reason in _FULL
 
     # The pass
 
@@ -78,7 +81,7 @@ class Admission:
             retracted: this pass has retracted rows, so nobody new is admitted.
         """
         chunked = self._life.chunked
-        slots = self._slots_to_fill(now, ratio, retracted=retracted)
+        slots = self._slots_to_fill(now, retracted=retracted)
         built = PrefillRows(chunked=chunked)
         if slots > 0 or chunked is not None:
             adder = self._adder(ratio)
@@ -86,7 +89,7 @@ class Admission:
                 adder.add_chunked(chunked)
                 if not adder.admitted:
                     self._life.clocks.single_out(chunked, Reason.KV_STEP)
-            admitted = self._admit_waiting(adder, slots, now, ratio) if slots > 0 else []
+            admitted = self._admit_waiting(adder, slots, now) if slots > 0 else []
             built = PrefillRows(adder.admitted, adder.chunked)
             for request in admitted:
                 self._life.admitted(request, now)
@@ -138,23 +141,20 @@ class Admission:
 
     # How many
 
-    def _slots_to_fill(self, now: float, ratio: float, *, retracted: bool) -> int:
+    def _slots_to_fill(self, now: float, *, retracted: bool) -> int:
         """Requests that may be admitted in this pass; where none, says why."""
         if not self._life.queue:
-            self._open(Reason.NEXT_PASS)
+            self._blocked_by(Reason.NEXT_PASS)
             return 0
         if retracted:
-            self._open(Reason.RETRACTED)
-            return 0
-        versions = self._versions(ratio)
-        if self._refused_at == versions:
+            self._blocked_by(Reason.RETRACTED)
             return 0
         slots = self._free_slots()
         if slots <= 0:
-            self._close(Reason.SLOTS, versions)
+            self._blocked_by(Reason.SLOTS)
             return 0
         if not self._delayer_allows(now, slots):
-            self._open(Reason.DELAYER)
+            self._blocked_by(Reason.DELAYER)
             return 0
         return slots
 
@@ -177,18 +177,15 @@ class Admission:
 
     # Who
 
-    def _admit_waiting(
-        self, adder: PrefillAdder, slots: int, now: float, ratio: float
-    ) -> list[Request]:
-        self._open(Reason.NEXT_PASS)
-        versions = self._versions(ratio)
+    def _admit_waiting(self, adder: PrefillAdder, slots: int, now: float) -> list[Request]:
+        self._blocked_by(Reason.NEXT_PASS)
         pending = PendingPrefixes(self._memory.page_size)
         if self._life.chunked is not None:
             pending.add(self._life.chunked)
         admitted: list[Request] = []
         for request in self._candidates(now):
             if len(admitted) >= slots:
-                self._close(Reason.SLOTS, versions)
+                self._blocked_by(Reason.SLOTS)
                 break
             prepare_prefill(request)
             match = self._memory.match(request)
@@ -196,17 +193,14 @@ class Admission:
                 self._leave_for_twin(request, pending)
                 if pending.left < MAX_LEFT:
                     continue
-                self._open(Reason.POLICY)
+                self._blocked_by(Reason.POLICY)
                 break
             pending.add(request)
             verdict = adder.add(request, match)
             if adder.admitted and adder.admitted[-1].request is request:
                 admitted.append(request)
-            if verdict is Verdict.NO_TOKEN:
-                self._close(adder.reason, versions)
-            elif verdict is Verdict.OTHER:
-                self._open(adder.reason)
             if verdict is not Verdict.CONTINUE:
+                self._blocked_by(adder.reason)
                 break
         return admitted
 
@@ -235,17 +229,7 @@ class Admission:
             exact_chunk=size.exact,
         )
 
-    # Full, and why
-
-    def _close(self, reason: Reason, versions: tuple[object, ...]) -> None:
-        self._refused_at = versions
-        self.reason = self._life.clocks.current = reason
-
-    def _open(self, reason: Reason) -> None:
-        self._refused_at = None
+    def _blocked_by(self, reason: Reason) -> None:
+        """What the first request that is left waits for, and all behind it."""
         self.reason = Reason.NONE if reason is Reason.NEXT_PASS else reason
         self._life.clocks.current = reason
-
-    def _versions(self, ratio: float) -> tuple[object, ...]:
-        """All that a refusal for want of slots or KV rests on."""
-        return self._memory.version, self._life.queue.version, ratio

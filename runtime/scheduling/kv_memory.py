@@ -52,11 +52,6 @@ class KVMemory:
         """Tokens that are free or can be made free at once."""
         return self.allocator.free_tokens + self.cache.evictable_tokens
 
-    @property
-    def version(self) -> tuple[int, int]:
-        """Changes whenever more may be available than before."""
-        return self.allocator.version, self.cache.version
-
     def new_page_tokens(self, rows: Sequence[Request]) -> int:
         """Tokens of the pages that one more token for each row needs."""
         size = self.page_size

@@ -105,7 +105,9 @@ class PrefillAdder:
         self._load = load
         self._clip = config.clip_max_new_tokens
         self.off_current = load.mixed_page_tokens
-        self.off_total: float = load.mixed_rows + sum(map(self.forecast, load.running))
+        clip = config.clip_max_new_tokens
+        outputs = sum([min(r.max_new_tokens - r.launched_tokens, clip) for r in load.running])
+        self.off_total: float = load.mixed_rows + load.new_token_ratio * outputs
         floor = page
         if chunk_tokens is not None:
             # However many decode rows there are, prefill never starves behind them.

@@ -87,7 +87,6 @@ class RadixCache:
     """Cached prefixes, their locks, and their eviction.
 
     `evictable_tokens` are in nodes without locks, `protected_tokens` in nodes with locks.
-    `version` grows when something becomes evictable.
 
     Args:
         allocator: where evicted pages go.
@@ -99,7 +98,6 @@ class RadixCache:
         self.eviction_policy = eviction_policy
         self.evictable_tokens = 0
         self.protected_tokens = 0
-        self.version = 0
         self._allocator = allocator
         self._page_bytes = allocator.page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
@@ -180,7 +178,8 @@ class RadixCache:
     def insert(
         self, namespace: str, key: bytes, pages: array[int], step: int
     ) -> tuple[int, PrefixMatch]:
-        """Adds a prefix of whole pages. The tree takes over `pages` from the first new one on.
+        """Adds a prefix of one or more whole pages. The tree takes over `pages` from the first new
+        one on.
 
         Args:
             step: the launched step that wrote the newest of these tokens.
@@ -218,7 +217,6 @@ class RadixCache:
         leaf.created = self._tick
         parent.children[run[: self._page_bytes]] = leaf
         self.evictable_tokens += len(leaf.pages) * self.page_size
-        self.version += 1
         self._push(leaf)
         return leaf
 
@@ -265,7 +263,6 @@ class RadixCache:
             node.pages = array("i")
             return
         self.evictable_tokens += size
-        self.version += 1
         if not node.children:
             self._push(node)
 

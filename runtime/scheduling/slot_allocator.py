@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 class SlotAllocator:
     """Hands out pages and rows, last in first out.
 
-    `version` grows whenever something becomes free, so that a refusal can be remembered until
-    it may have become wrong.
-
     Args:
         capacity_tokens: KV tokens of the pool; what does not fill a page is never used.
         num_rows: request-table rows beside the reserved row 0.
@@ -31,7 +28,6 @@ class SlotAllocator:
         self.page_size = page_size
         self.num_pages = capacity_tokens // page_size
         self.num_rows = num_rows
-        self.version = 0
         self._free_pages = list(range(self.num_pages - 1, 0, -1))
         self._free_rows = list(range(num_rows, 0, -1))
         self._deferred: dict[int, array[int]] = {}  # by step: pages free once it is committed
@@ -68,10 +64,7 @@ class SlotAllocator:
 
     def free(self, pages: Iterable[int]) -> None:
         """Gives pages back that no launched step names."""
-        before = len(self._free_pages)
         self._free_pages.extend(pages)
-        if len(self._free_pages) > before:
-            self.version += 1
 
     def free_after(self, pages: array[int], step: int) -> None:
         """Gives pages back as soon as `step` is committed, at once if it is."""
@@ -94,7 +87,6 @@ class SlotAllocator:
 
     def free_row(self, row: int) -> None:
         self._free_rows.append(row)
-        self.version += 1
 
     def snapshot(self) -> tuple[list[int], list[int], list[int]]:
         """(free pages, deferred pages, free rows), for recounts."""

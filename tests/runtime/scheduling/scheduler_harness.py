@@ -224,6 +224,9 @@ class Driver:
         assert finish is not None
         return finish.reason.value
 
+    def reason_or_none(self, request_id: str) -> str | None:
+        return self.reason(request_id) if request_id in self.ended else None
+
     def assert_all_free(self) -> None:
         """Idle: every row free, nothing locked, free + cached + page 0 = capacity."""
         stats = self.scheduler.statistics()

@@ -84,6 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler, not made.disable_mixed_chunk, not made.disable_radix_cache
         )
         self.grammars: list[SwitchGrammar] = []
+        self.frozen: dict[str, int] = {}  # tokens given when the end was recorded
         self.count = 0
 
     @rule(
@@ -173,6 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             taken = self.scheduler.abort(name)
         assert taken != before
         self.model.marked(name)
+        self.frozen.setdefault(name, len(self.driver.tokens[name]))
 
     @rule(seconds=st.sampled_from([0.02, 0.02, 0.4]))
     def pass_time(self, seconds: float) -> None:
@@ -256,6 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_answer(self, name: str, made: Any) -> None:
         tokens = self.driver.tokens[name]
         assert tokens == list(made.output_ids)
+        assert len(tokens) == self.frozen.get(name, len(tokens)), "a token after the end"
         sampled = [script(name, index) for index in range(made.max_new_tokens)]
         assert tokens == sampled[: len(tokens)], "tokens lost, doubled or out of order"
         count, reason = expected_tokens(made, sampled, frozenset([EOS]))

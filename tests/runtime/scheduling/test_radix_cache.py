@@ -1,0 +1,257 @@
+"""The tree of cached prefixes, against a plain model of it."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from runtime.errors import InvariantError
+from runtime.scheduling.radix_cache import Node, PrefixMatch, RadixCache, is_dead
+from runtime.scheduling.slot_allocator import SlotAllocator
+
+
+class Tree:
+    """A cache with its allocator, spoken to in tokens."""
+
+    def __init__(self, pages: int = 400, page_size: int = 1, policy: str = "lru") -> None:
+        self.allocator = SlotAllocator((pages + 1) * page_size, page_size, 1)
+        self.cache = RadixCache(self.allocator, policy)
+        self.size = page_size
+
+    def insert(self, tokens: list[int], namespace: str = "", step: int = 0) -> PrefixMatch:
+        """Caches the whole pages of `tokens`; gives duplicates back."""
+        whole = len(tokens) // self.size
+        pages = self.allocator.allocate_pages(whole)
+        key = array("i", tokens[: whole * self.size]).tobytes()
+        known, match = self.cache.insert(namespace, key, pages, step)
+        self.allocator.free(pages[: known // self.size])
+        return match
+
+    def match(self, tokens: list[int], namespace: str = "") -> PrefixMatch:
+        return self.cache.match(namespace, array("i", tokens).tobytes(), len(tokens))
+
+    def match_length(self, tokens: list[int]) -> int:
+        return self.cache.match_length("", array("i", tokens).tobytes(), len(tokens))
+
+    def check(self) -> None:
+        """Counts of pages and locks, from scratch."""
+        pages = [page for node in self.cache.nodes() for page in node.pages]
+        free = self.allocator.snapshot()[0]
+        assert len(set(pages)) == len(pages), "a page in two nodes"
+        assert sorted([*pages, *free]) == list(range(1, self.allocator.num_pages))
+        unlocked = sum(len(node.pages) for node in self.cache.nodes() if not node.locks)
+        assert self.cache.evictable_tokens == unlocked * self.size
+        assert self.cache.protected_tokens == (len(pages) - unlocked) * self.size
+        for node in self.cache.nodes():
+            assert node.locks >= max((child.locks for child in node.children.values()), default=0)
+
+
+def numbers(count: int, base: int = 0) -> list[int]:
+    return [base + i for i in range(count)]
+
+
+def test_a_lock_holds_the_matched_node_and_all_above_it() -> None:
+    tree = Tree()
+    tree.insert(numbers(32))
+    tree.insert(numbers(64))
+    match = tree.match(numbers(64))
+    assert match.tokens == 64
+    tree.cache.lock(match.node)
+    assert tree.cache.evict(1000) == 0
+    tree.check()
+    tree.cache.unlock(match.node)
+    assert tree.cache.evict(1000) == 64
+    tree.check()
+
+
+def test_an_unlock_too_many_is_found() -> None:
+    tree = Tree()
+    match = tree.insert(numbers(4))
+    with pytest.raises(InvariantError, match="holds no lock"):
+        tree.cache.unlock(match.node)
+
+
+def test_keys_that_part_inside_a_page_share_no_page() -> None:
+    tree = Tree(page_size=32)
+    tree.insert([*numbers(36), *numbers(4, 1000)])
+    tree.insert([*numbers(36), *numbers(28, 2000)])
+    tree.check()
+    assert tree.cache.evictable_tokens == 64, "one page of each holds tokens of the other"
+    assert tree.match([*numbers(36), *numbers(28, 2000)]).tokens == 64
+
+
+def test_a_match_that_ends_inside_a_node_is_locked_by_itself() -> None:
+    tree = Tree()
+    tree.insert(numbers(100))
+    match = tree.match(numbers(40))
+    tree.cache.lock(match.node)
+    tree.insert([*numbers(70), *numbers(20, 1000)])
+    tree.check()
+    assert tree.cache.protected_tokens == 40
+    tree.cache.unlock(match.node)
+    tree.check()
+    assert tree.cache.protected_tokens == 0
+    assert tree.cache.evict(1000) == 120
+
+
+def test_a_split_keeps_the_locks_on_both_parts() -> None:
+    tree = Tree()
+    match = tree.insert(numbers(100))
+    tree.cache.lock(match.node)
+    tree.insert([*numbers(30), 7777])
+    tree.check()
+    assert tree.cache.protected_tokens == 100
+    tree.cache.unlock(match.node)
+    tree.check()
+    assert tree.cache.protected_tokens == 0
+
+
+def test_insertion_tells_which_pages_are_duplicates() -> None:
+    tree = Tree(page_size=4)
+    first = tree.insert(numbers(16))
+    pages = tree.allocator.allocate_pages(6)
+    key = array("i", numbers(24)).tobytes()
+    known, match = tree.cache.insert("", key, pages, 1)
+    assert known == 16
+    assert match.pages[:4] == first.pages
+    assert match.pages[4:] == pages[4:]
+
+
+def test_only_whole_pages_match_and_never_beyond_the_limit() -> None:
+    tree = Tree(page_size=16)
+    tree.insert(numbers(64))
+    key = array("i", numbers(64)).tobytes()
+    assert tree.cache.match("", key, 63).tokens == 48
+    assert tree.cache.match("", key, 15).tokens == 0
+    assert tree.cache.match("", key, -1).node is None
+    assert tree.match([*numbers(33), *numbers(31, 500)]).tokens == 32
+
+
+def test_looking_up_a_length_changes_nothing() -> None:
+    tree = Tree()
+    tree.insert(numbers(100))
+    before = [(node.key, node.last_used) for node in tree.cache.nodes()]
+    assert tree.match_length(numbers(40)) == 40
+    assert [(node.key, node.last_used) for node in tree.cache.nodes()] == before
+
+
+def test_namespaces_share_nothing_and_leave_nothing_behind() -> None:
+    tree = Tree()
+    tree.insert(numbers(10), "alice")
+    assert tree.match(numbers(10), "bob").tokens == 0
+    assert tree.match(numbers(10), "").tokens == 0
+    assert tree.match(numbers(10), "alice").tokens == 10
+    tree.cache.evict(1000)
+    assert not tree.cache._roots
+    tree.check()
+
+
+@pytest.mark.parametrize(
+    ("policy", "survivor"), [("lru", "a"), ("lfu", "b"), ("fifo", "c")], ids=["lru", "lfu", "fifo"]
+)
+def test_eviction_order(policy: str, survivor: str) -> None:
+    tree = Tree(policy=policy)
+    prompts = {name: numbers(10, 100 * index) for index, name in enumerate("abc")}
+    for name in "abc":
+        tree.insert(prompts[name])
+    for name in "bbbca":
+        tree.match(prompts[name])
+    tree.cache.evict(20)
+    assert [name for name in "abc" if tree.match(prompts[name]).tokens] == [survivor]
+
+
+def test_eviction_takes_no_more_than_is_missing() -> None:
+    tree = Tree()
+    tree.insert(numbers(100))
+    assert tree.cache.evict(3) == 3
+    assert tree.match(numbers(100)).tokens == 97
+    tree.check()
+
+
+def test_a_changed_eviction_policy_rules_what_is_cached() -> None:
+    tree = Tree()
+    tree.insert(numbers(10))
+    tree.insert(numbers(10, 100))
+    tree.match(numbers(10))
+    tree.cache.set_eviction_policy("fifo")
+    tree.cache.evict(10)
+    assert tree.match(numbers(10)).tokens == 0
+    assert tree.match(numbers(10, 100)).tokens == 10
+
+
+def test_what_a_failed_step_wrote_is_dropped_with_all_below_it() -> None:
+    tree = Tree()
+    tree.insert(numbers(10), step=0)
+    tree.insert(numbers(20), step=1)
+    reader = tree.insert(numbers(30), step=2)
+    tree.cache.lock(reader.node)
+    tree.cache.drop_written_by(1)
+    assert tree.match(numbers(30)).tokens == 10
+    assert is_dead(reader.node)
+    free = tree.allocator.free_tokens
+    tree.cache.unlock(reader.node)
+    assert tree.allocator.free_tokens == free + 20, "the last reader gives the dead pages back"
+    tree.check()
+
+
+def test_flush_refuses_locked_prefixes() -> None:
+    tree = Tree()
+    match = tree.insert(numbers(10))
+    tree.cache.lock(match.node)
+    with pytest.raises(InvariantError, match="10 locked tokens"):
+        tree.cache.flush()
+    tree.cache.unlock(match.node)
+    tree.cache.flush()
+    tree.check()
+    assert tree.cache.evictable_tokens == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+def test_random_use_agrees_with_a_set_of_prefixes(page_size: int, policy: str) -> None:
+    """The model: the set of cached prefixes, in whole pages. Evicting shrinks it from the ends."""
+    rng = random.Random(page_size)
+    tree = Tree(300, page_size, policy)
+    held: list[tuple[Node | None, list[int]]] = []
+    model: set[tuple[int, ...]] = set()
+    for _ in range(2000):
+        tokens = [rng.randint(0, 1) for _ in range(rng.randint(1, 12 * page_size))]
+        whole = len(tokens) // page_size * page_size
+        longest = max(
+            n for n in range(0, whole + 1, page_size) if not n or tuple(tokens[:n]) in model
+        )
+        action = rng.choice(["match", "insert", "insert", "lock", "unlock", "evict"])
+        if action == "match":
+            assert tree.match(tokens).tokens == longest
+        elif action == "insert" and 0 < whole <= tree.allocator.free_tokens:
+            tree.insert(tokens)
+            model.update(tuple(tokens[:n]) for n in range(page_size, whole + 1, page_size))
+        elif action == "lock":
+            match = tree.match(tokens)
+            tree.cache.lock(match.node)
+            held.append((match.node, tokens[: match.tokens]))
+        elif action == "unlock" and held:
+            tree.cache.unlock(held.pop(rng.randrange(len(held)))[0])
+        elif action == "evict":
+            wanted = rng.randint(1, 20)
+            free = tree.allocator.free_pages
+            freed = tree.cache.evict(wanted)
+            assert tree.allocator.free_pages == free + freed
+            assert freed == wanted or not tree.cache.evictable_tokens
+            model = {
+                p
+                for p in model
+                if tree.cache.match_length("", array("i", p).tobytes(), len(p)) == len(p)
+            }
+            for _, prefix in held:
+                assert not prefix or tuple(prefix) in model, "a locked prefix was evicted"
+        tree.check()
+        assert (tree.cache.evictable_tokens + tree.cache.protected_tokens) == len(model) * page_size
+    for node, _ in held:
+        tree.cache.unlock(node)
+    assert tree.cache.protected_tokens == 0
+    tree.cache.evict(1000)
+    tree.check()
+    assert tree.allocator.free_pages == 300
