@@ -36,13 +36,13 @@ CHATML = (
 )
 
 
-def byte_tokenizer(chat_template: str | None = CHATML) -> Tokenizer:
-    """Token ids 0..255 are bytes, 256 and 257 ChatML's special tokens."""
+def byte_tokenizer(chat_template: str | None = CHATML, more: tuple[str, ...] = ()) -> Tokenizer:
+    """Token ids 0..255 are bytes, 256 and 257 ChatML's special tokens, then more of such."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
     backend = tokenizers.Tokenizer(models.BPE(dict(zip(alphabet, range(256), strict=True)), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", *more])
     template = ChatTemplate({"default": chat_template}, {}) if chat_template else None
     return Tokenizer(backend, chat_template=template)
 
@@ -170,5 +170,6 @@ async def fake_server(service: Service | None = None, **options: Any) -> AsyncIt
             await service.engine.stop()
     server.close()
     await runner.cleanup()
+    service.model_format.close()
     service.tokenizer.close()
     simulated.close()

@@ -17,11 +17,13 @@ from server import grammar_sources as sources
 from server.grammar import GrammarCompiler, hugging_face_tokenizer
 from server.grammar_fields import source_of
 from server.tools import TOOL_FAMILIES, answer_source, parse_tools, tool_family
-from tests.server.api.server_kit import EOS, byte_tokenizer
+from tests.fakes import IM_END as EOS
+from tests.fakes import IM_START, byte_tokenizer
+from tests.server.api.server_kit import MARKER
 
 SCHEMAS = json.loads((Path(__file__).parent / "json_schemas.json").read_text(encoding="utf-8"))
-SPECIAL = {"<|im_start|>": 257, "<|im_end|>": EOS, "[TOOL_CALLS]": 259}
-TOKENIZER = byte_tokenizer()
+TOKENIZER = byte_tokenizer(more=(MARKER,))
+SPECIAL = TOKENIZER.special_tokens()
 WORDS = (TOKENIZER.vocab_size + 31) // 32
 
 
@@ -158,7 +160,7 @@ async def test_wrong_token_is_a_failure_that_allows_nothing(compiler):
 
 async def test_special_tokens_are_not_text(compiler):
     grammar = await compiler.compile(sources.regex("(.|\n)*", "x"), "x")
-    assert not set(allowed(grammar.matcher())) & {257, 259}
+    assert not set(allowed(grammar.matcher())) & {IM_START, SPECIAL[MARKER]}
 
 
 async def test_equal_sources_are_compiled_once_and_old_ones_are_dropped(ll_tokenizer):

@@ -20,9 +20,8 @@ class FailingRunner(SimRunner):
     def run(self, batch, masks):
         output = super().run(batch, masks)
         for index, row in enumerate(batch.sampled):
-            # Bytes of plain ASCII are in the order of the alphabet, 33 places down.
-            text = "".join(chr(token + 33) for token in batch.requests[row].input_ids)
-            if "FAIL" in text and batch.output_counts[index] == 2:
+            prompt = bytes(token % 256 for token in batch.requests[row].input_ids)
+            if b"FAIL" in prompt and batch.output_counts[index] == 2:
                 output.failed[index] = "the logits are not finite"
         return output
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from server.model_format import ModelFormat
 from server.tool_prompt import knows_tools, told_in_text
 from server.tools import parse_tools
-from tests.server.api.server_kit import CHATML, CHATML_TOOLS, EOS, byte_tokenizer
+from tests.fakes import CHATML, IM_END, byte_tokenizer
+from tests.server.api.server_kit import CHATML_TOOLS
 
 TOOLS = parse_tools({"tools": [{"type": "function", "function": {"name": "f"}}]}).tools
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -58,7 +59,7 @@ def test_calls_and_results_become_text_of_the_two_sides():
 
 
 def test_template_that_refuses_system_messages_is_told_in_the_first_message():
-    model_format = ModelFormat(byte_tokenizer(NO_SYSTEM), 260, [EOS])
+    model_format = ModelFormat(byte_tokenizer(NO_SYSTEM), 258, [IM_END])
     request = parse_tools({"tools": [{"type": "function", "function": {"name": "f"}}]})
     messages, _ = model_format.conversation([{"role": "user", "content": "Hi"}], request)
     model_format.close()
