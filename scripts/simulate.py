@@ -36,6 +36,7 @@ from runtime.simulation.live_run import LiveRun, read_live_run
 from runtime.simulation.machines import MACHINE_NAMES, Machine, machine
 from runtime.simulation.report import Summary, summarize, summary_table
 from runtime.simulation.scenario import simulate
+from runtime.simulation.simulator import HostCost
 from runtime.simulation.trace import Trace, parse_override, read_trace
 from runtime.simulation.workloads import Arrival, Workload, read_length_trace
 
@@ -97,7 +98,8 @@ def choose_machine(args: argparse.Namespace, trace: Trace | None, live: LiveRun 
             f" median error {fit.error:.1%}): {fit.model}",
             file=sys.stderr,
         )
-        where = replace(where, cost=fit.model)
+        # A trace does not tell the host's time from waiting for the device: taken as hidden.
+        where = replace(where, cost=fit.model, host=HostCost())
     return where
 
 
