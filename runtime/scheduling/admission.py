@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runtime.scheduling.chunk_sizer import ChunkLoad, make_chunk_sizer
+from runtime.scheduling.chunk_sizer import ChunkLoad, ChunkSize, make_chunk_sizer
 from runtime.scheduling.pending_prefixes import MAX_LEFT, PendingPrefixes
 from runtime.scheduling.preemption import choose_preempted
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
@@ -84,7 +84,7 @@ class Admission:
         slots = self._slots_to_fill(now, retracted=retracted)
         built = PrefillRows(chunked=chunked)
         if slots > 0 or chunked is not None:
-            adder = self._adder(ratio)
+            adder = self._adder(ratio, self._choose_size())
             if chunked is not None:
                 adder.add_chunked(chunked)
                 if not adder.admitted:
@@ -110,12 +110,18 @@ class Admission:
         if highest - min([request.priority for request in admitted]) <= threshold:
             return []
         candidate = next(iter(self._candidates(now)))
+        prepare_prefill(candidate)
+        # The size of the last pass will do: it bounds only what the pending chunk takes.
+        adder = self._adder(ratio, ChunkSize(self.chunk_tokens))
+        reserved = {r.request_id: int(adder.forecast(r)) for r in life.running}
+        if life.chunked is not None:
+            before = adder.off_total
+            adder.add_chunked(life.chunked)
+            reserved[life.chunked.request_id] = int(adder.off_total - before)
         slots_missing = 1 - self._free_slots()
-        tokens_missing = self._tokens_missing(candidate, ratio)
+        tokens_missing = self._tokens_missing(candidate, adder)
         if slots_missing <= 0 and tokens_missing <= 0:
             return []
-        mixed = 0 if config.disable_mixed_chunk else 1
-        adder = self._adder(ratio)
         return choose_preempted(
             candidate,
             admitted,
@@ -123,15 +129,11 @@ class Admission:
             threshold=threshold,
             slots_missing=slots_missing,
             tokens_missing=tokens_missing,
-            reserved={r.request_id: int(adder.forecast(r)) + mixed for r in life.running},
+            reserved=reserved,
         )
 
-    def _tokens_missing(self, candidate: Request, ratio: float) -> int:
+    def _tokens_missing(self, candidate: Request, adder: PrefillAdder) -> int:
         """By how much the candidate's need exceeds what the forecast leaves; fits if <= 0."""
-        prepare_prefill(candidate)
-        adder = self._adder(ratio)
-        if self._life.chunked is not None:
-            adder.add_chunked(self._life.chunked)
         match = self._memory.match(candidate)
         # Locked for the test: a prefix that only the cache holds is no room for the rest.
         self._memory.lock(match.node)
@@ -212,22 +214,23 @@ class Admission:
         self._life.counters.shared_prefix_skips += 1
         self._life.clocks.single_out(request, Reason.SHARED_PREFIX)
 
-    def _adder(self, ratio: float) -> PrefillAdder:
-        """The budgets of this pass, beside the running rows."""
-        running, chunked = self._life.running, self._life.chunked
-        mixed = [] if self._config.disable_mixed_chunk else running
+    def _choose_size(self) -> ChunkSize:
+        chunked, mixed = self._life.chunked, self._mixed_rows()
         context = sum([request.length for request in mixed])
         history = 0 if chunked is None else chunked.length
         size = self.sizer.choose(ChunkLoad(history, len(mixed), context))
         self.chunk_tokens = size.tokens
+        return size
+
+    def _adder(self, ratio: float, size: ChunkSize) -> PrefillAdder:
+        """The budgets of this pass, beside the running rows."""
+        mixed = self._mixed_rows()
         page_tokens = self._memory.new_page_tokens(mixed)
-        return PrefillAdder(
-            self._config,
-            self._memory,
-            StepLoad(len(mixed), page_tokens, running, ratio),
-            size.tokens,
-            exact_chunk=size.exact,
-        )
+        load = StepLoad(len(mixed), page_tokens, self._life.running, ratio)
+        return PrefillAdder(self._config, self._memory, load, size.tokens, exact_chunk=size.exact)
+
+    def _mixed_rows(self) -> list[Request]:
+        return [] if self._config.disable_mixed_chunk else self._life.running
 
     def _blocked_by(self, reason: Reason) -> None:
         """What the first request that is left waits for, and all behind it."""

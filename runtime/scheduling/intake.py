@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.errors import ContextTooLong, InvalidRequest
+from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
+from runtime.request import Finish, FinishReason
+from runtime.scheduling.request_record import RequestRecord
 
 if TYPE_CHECKING:
+    from runtime.config import SchedulerConfig
     from runtime.request import Request
+    from runtime.scheduling.lifecycle import Lifecycle
 
 
 def kv_bound(input_tokens: int, max_new_tokens: int, page_size: int) -> int:
@@ -52,3 +56,43 @@ def resolve_max_new_tokens(
         return given
     spare = usable_tokens - kv_bound(inputs, 0, page_size) - 1
     return min(context_length - inputs, spare)
+
+
+def make_place(request: Request, life: Lifecycle, cap: int) -> tuple[Request, Finish] | None:
+    """At the queue's cap, who goes for a newcomer of higher priority, and with which words.
+
+    Args:
+        cap: most requests that wait; 0: no cap.
+
+    Raises: QueueFull: nobody waits that could go, so the newcomer does.
+    """
+    waiting = len(life.queue) + len(life.compiling)
+    if not cap or waiting < cap:
+        return None
+    retry_after_s = max(1.0, life.mean_wait_s)
+    other = life.queue.first_to_displace(request.priority)
+    if other is None:
+        raise QueueFull(
+            f"{waiting} requests are waiting, and the queue takes {cap}.",
+            retry_after_s=retry_after_s,
+        )
+    message = (
+        f"The queue takes {cap} requests, and one of higher priority needed the place."
+        f" Retry after {retry_after_s:.0f} s."
+    )
+    return other, Finish(FinishReason.ERROR, "queue_full", message)
+
+
+def make_record(
+    request: Request, seq: int, computed_tokens: int, config: SchedulerConfig
+) -> RequestRecord:
+    """The scheduler's data of a request that is taken."""
+    sampling = request.sampling
+    eos: frozenset[int] = frozenset() if sampling.ignore_eos else config.eos_token_ids
+    return RequestRecord(
+        seq=seq,
+        stop_ids=sampling.stop_token_ids | eos,
+        key=request.input_ids.tobytes(),
+        arrival_tokens=computed_tokens,
+        prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
+    )

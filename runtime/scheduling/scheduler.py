@@ -16,20 +16,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import ConfigError, InvalidRequest, InvariantError, QueueFull
+from runtime.errors import ConfigError, InvalidRequest, InvariantError
 from runtime.request import Finish, FinishReason, RequestOutput
 from runtime.scheduling.admission import Admission
 from runtime.scheduling.batch_builder import build_batch
 from runtime.scheduling.deadlines import Limit
 from runtime.scheduling.decode_memory import DecodeMemory
 from runtime.scheduling.inspection import debug_record, take_statistics
-from runtime.scheduling.intake import resolve_max_new_tokens
+from runtime.scheduling.intake import make_place, make_record, resolve_max_new_tokens
 from runtime.scheduling.invariants import check_books
 from runtime.scheduling.kv_memory import KVMemory
 from runtime.scheduling.lifecycle import InFlight, Lifecycle
 from runtime.scheduling.new_token_ratio import NewTokenRatio
 from runtime.scheduling.radix_cache import is_dead
-from runtime.scheduling.request_record import RequestRecord, record_of, remaining_tokens
+from runtime.scheduling.request_record import record_of, remaining_tokens
 from runtime.scheduling.statistics import Counters, RequestDebug, SchedulerStatistics
 from runtime.scheduling.step_results import apply_results
 from runtime.scheduling.wait_clocks import Reason
@@ -101,8 +101,8 @@ class Scheduler:
         Returns: the last output of a waiting request of lower priority that had to make room.
         Raises: InvalidRequest, ContextTooLong, QueueFull; the request is then not taken.
         """
-        config, sampling = self.config, request.sampling
-        if request.request_id in self._life.live:
+        config, life = self.config, self._life
+        if request.request_id in life.live:
             raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
         request.max_new_tokens = resolve_max_new_tokens(
             request,
@@ -110,44 +110,18 @@ class Scheduler:
             usable_tokens=self.memory.capacity_tokens,
             page_size=config.page_size,
         )
-        displaced = self._make_place_in_queue(request)
-        eos: frozenset[int] = frozenset() if sampling.ignore_eos else config.eos_token_ids
-        record = RequestRecord(
-            seq=self._next_seq,
-            stop_ids=sampling.stop_token_ids | eos,
-            key=request.input_ids.tobytes(),
-            arrival_tokens=self.counters.computed_tokens,
-        )
-        if sampling.prompt_logprobs is not None:
-            record.prompt_logprobs = [None]
-        request.scheduling = record
+        displaced = make_place(request, life, config.max_queued_requests)
+        computed = self.counters.computed_tokens
+        request.scheduling = make_record(request, self._next_seq, computed, config)
         self._next_seq += 1
-        self._life.add(request, now)
-        deadlines = self._life.deadlines
+        life.add(request, now)
         if request.deadline_s is not None:
-            deadlines.watch(request, Limit.TOTAL, request.arrival_s, request.deadline_s)
+            life.deadlines.watch(request, Limit.TOTAL, request.arrival_s, request.deadline_s)
         self._watch_wait(request, now)
-        return displaced
-
-    def _make_place_in_queue(self, request: Request) -> list[RequestOutput]:
-        """At the queue's cap: the newcomer goes, or a waiting one of lower priority."""
-        cap = self.config.max_queued_requests
-        waiting = len(self._life.queue) + len(self._life.compiling)
-        if not cap or waiting < cap:
+        if displaced is None:
             return []
-        retry_after_s = max(1.0, self._life.mean_wait_s)
-        other = self._life.queue.first_to_displace(request.priority)
-        if other is None:
-            raise QueueFull(
-                f"{waiting} requests are waiting, and the queue takes {cap}.",
-                retry_after_s=retry_after_s,
-            )
         self.counters.displaced += 1
-        message = (
-            f"The queue takes {cap} requests, and one of higher priority needed the place."
-            f" Retry after {retry_after_s:.0f} s."
-        )
-        return [self._end(other, Finish(FinishReason.ERROR, "queue_full", message))]
+        return [self._end(*displaced)]
 
     def abort(self, request_id: str, message: str | None = None) -> bool:
         """Records that a request is to end; the next plan ends it and gives its last output.
