@@ -91,7 +91,8 @@ def _mask_kernel(logits, mask_rows, mask_bits, vocab_size, stride, BLOCK: tl.con
 def _sort_key(x):
     """float32 to uint32 in the same order; -0.0 and 0.0 are one key."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    # Not ~bits: before Triton 3.9 the interpreter cannot invert an unsigned number.
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
@@ -159,7 +160,7 @@ def _mass(row_logits, vocab_size, temperature, top, BLOCK: tl.constexpr):
 @triton.jit
 def _key_value(key):
     """The float32 of a sort key."""
-    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key)
+    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
