@@ -84,11 +84,11 @@ class NativeOps(CpuOps):
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
     ) -> Any:
-        if quantization is None and weight.dtype not in FLOATS:
+        if quantization is None and weight.dtype == torch.float16:
             return super().pack_linear(weight, bias)
         if quantization not in (None, "int8", "int4"):
             raise ValueError(f"quantization {quantization!r}: expected None, 'int8' or 'int4'")
-        if weight.dtype not in FLOATS:
+        if weight.dtype == torch.float16:
             weight = weight.float()
         check("weight", weight, (None, None), *FLOATS, strided=True)
         n, k = weight.shape
@@ -119,7 +119,7 @@ class NativeOps(CpuOps):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype not in FLOATS:
+        if x.dtype == torch.float16:
             return super().rms_norm(x, weight, eps)
         dim = x.shape[-1]
         check("x", x, (None,) * x.dim(), *FLOATS, strided=True)
@@ -135,7 +135,7 @@ class NativeOps(CpuOps):
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype not in FLOATS:
+        if x.dtype == torch.float16:
             return super().add_rms_norm(x, residual, weight, eps)
         rows, dim = residual.shape
         check("residual", residual, (None, None), *FLOATS)
@@ -152,7 +152,7 @@ class NativeOps(CpuOps):
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, rope: Tensor, *, interleaved: bool
     ) -> None:
-        if q.dtype not in FLOATS:
+        if q.dtype == torch.float16:
             super().rotary(q, k, positions, rope, interleaved=interleaved)
             return
         check("rope", rope, (None, None), torch.float32)
@@ -172,7 +172,7 @@ class NativeOps(CpuOps):
             )
 
     def store_kv(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-        if k.dtype not in FLOATS:
+        if k.dtype == torch.float16:
             super().store_kv(k, v, k_pool, v_pool, slots)
             return
         check("slots", slots, (k.shape[0],), torch.int64)
@@ -188,7 +188,7 @@ class NativeOps(CpuOps):
     def extend_attention(
         self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> Tensor:
-        if q.dtype not in FLOATS:
+        if q.dtype == torch.float16:
             return super().extend_attention(q, k_pool, v_pool, batch, spec)
         check("q", q, (None, None, None), *FLOATS, strided=True)
         tokens, heads, dim = q.shape
@@ -216,7 +216,7 @@ class NativeOps(CpuOps):
         return self._act_and_mul(x, "gelu_tanh" if tanh else "gelu")
 
     def _act_and_mul(self, x: Tensor, activation: str) -> Tensor:
-        if x.dtype not in FLOATS:
+        if x.dtype == torch.float16:
             if activation == "silu":
                 return super().silu_and_mul(x)
             return super().gelu_and_mul(x, tanh=activation == "gelu_tanh")

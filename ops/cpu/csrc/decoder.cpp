@@ -113,24 +113,25 @@ class Step {
     });
   }
 
-  // Rows that the producer wrote for `layer`: as they are, or quantized first.
+  // Whether the producer of `layer`'s input can write encoded rows itself.
+  static bool written_encoded(const LoomLinear& layer) {
+    return input_format(layer.kind) != Format::kInt8 && padded_k(layer.kind, layer.k) == layer.k;
+  }
+
+  // Rows that the producer wrote for `layer`, encoded now unless they are.
   Rows prepare_written(Worker& w, const LoomLinear& layer, int64_t rows, const float* from) const {
-    if (input_format(layer.kind) != Format::kInt8) {
-      return {(const char*)from, row_bytes(layer.kind, layer.k)};
-    }
+    if (written_encoded(layer)) return {(const char*)from, row_bytes(layer.kind, layer.k)};
     return prepare(w, layer, rows, [&](int64_t r) { return from + r * layer.k; });
   }
 
-  // How a producer writes rows for `layer`.
-  int written_type(const LoomLinear& layer) const {
-    return input_format(layer.kind) == Format::kBf16 ? LOOM_BF16 : LOOM_F32;
+  // How the producer writes rows for `layer`: its type, and elements from row to row.
+  static int written_type(const LoomLinear& layer) {
+    bool narrow = written_encoded(layer) && input_format(layer.kind) == Format::kBf16;
+    return narrow ? LOOM_BF16 : LOOM_F32;
   }
-  int64_t written_stride(const LoomLinear& layer) const {
-    switch (input_format(layer.kind)) {
-      case Format::kBf16: return row_bytes(layer.kind, layer.k) / 2;
-      case Format::kInt8: return layer.k;
-      default: return row_bytes(layer.kind, layer.k) / 4;
-    }
+  static int64_t written_stride(const LoomLinear& layer) {
+    if (!written_encoded(layer)) return layer.k;
+    return row_bytes(layer.kind, layer.k) / (written_type(layer) == LOOM_BF16 ? 2 : 4);
   }
 
   // Norm, q, k and v, positions, and the new keys and values into the pool.
