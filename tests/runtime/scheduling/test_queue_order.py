@@ -1,0 +1,184 @@
+"""Policies: in which order the queue is looked at."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from runtime.config import POLICIES
+from runtime.request import Request
+from runtime.runner import StepOutput
+from runtime.scheduling.request_record import record_of
+from runtime.scheduling.scheduler import Scheduler
+from tests.runtime.scheduling.scheduler_harness import Driver, config, request
+
+WARM = list(range(5000, 5100))
+
+
+def driver_of(policy: str, **options: object) -> Driver:
+    """A scheduler that has WARM in its cache and one slot."""
+    values = {"capacity_tokens": 2001, "max_running_requests": 1, **options}
+    driver = Driver(config(schedule_policy=policy, **values))
+    driver.add(request("warm", WARM, 1))
+    return driver.run()
+
+
+def order_of(driver: Driver, *requests: Request) -> list[str]:
+    """Names in the order in which they are admitted, one at a time."""
+    driver.add(*requests)
+    driver.run()
+    started = sorted(requests, key=lambda made: record_of(made).started_s or 0.0)
+    return [made.request_id for made in started]
+
+
+def test_fcfs_is_arrival() -> None:
+    made = [request(name, 5, 2) for name in "bca"]
+    assert order_of(driver_of("fcfs"), *made) == ["b", "c", "a"]
+
+
+def test_lpm_is_the_longest_cached_prefix_first_ties_by_arrival() -> None:
+    made = [
+        request("cold", 10, 2),
+        request("half", [*WARM[:50], 1], 2),
+        request("cold2", 10, 2),
+        request("full", [*WARM, 1], 2),
+        request("full2", [*WARM, 2], 2),
+    ]
+    driver = driver_of("lpm")
+    assert order_of(driver, *made) == ["full", "full2", "half", "cold", "cold2"]
+
+
+def test_lpm_with_a_long_queue_is_fcfs() -> None:
+    made = [request(f"cold{i}", 3, 1) for i in range(129)]
+    hot = request("hot", [*WARM, 1], 1)
+    order = order_of(driver_of("lpm"), *made, hot)
+    # The first two passes see more than 128.
+    assert order[:2] == ["cold0", "cold1"]
+    assert order[2] == "hot"
+
+
+def test_dfs_weight_goes_down_the_heaviest_subtree_first() -> None:
+    driver = driver_of("dfs-weight", max_running_requests=8)
+    left, right = [*WARM], [*WARM[:50], *range(7000, 7050)]
+    driver.add(request("fork", right, 1))
+    driver.run()
+    driver.add(
+        request("none", 10, 1),
+        request("left", [*left, 1], 1),
+        request("root", [*WARM[:50], 2], 1),
+        request("right1", [*right, 3], 1),
+        request("right2", [*right, 4], 1),
+    )
+    driver.run()
+    admitted = [made.request_id for made in driver.batches[-1].requests]
+    assert admitted == ["right1", "right2", "left", "root", "none"]
+
+
+def test_lof_is_the_longest_output_first() -> None:
+    made = [request("s", 5, 2), request("l", 5, 9), request("m", 5, 4)]
+    assert order_of(driver_of("lof"), *made) == ["l", "m", "s"]
+
+
+def test_hrrn_weighs_waiting_against_work() -> None:
+    driver = driver_of("hrrn")
+    driver.add(request("running", 5, 60))
+    driver.step()
+    long, short = request("long", 150, 20), request("short", 5, 2)
+    driver.add(long)
+    for _ in range(20):
+        driver.step()
+    driver.add(short)
+    driver.run()
+    # About 60 tokens were computed after long came, 40 after short: 1 + 60/170 against 1 + 40/7.
+    assert record_of(short).started_s < record_of(long).started_s
+
+
+def test_random_is_a_seeded_shuffle() -> None:
+    def order(seed: int) -> list[str]:
+        made = [request(f"r{i}", 3, 1) for i in range(20)]
+        return order_of(driver_of("random", policy_seed=seed), *made)
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1) != sorted(order(1))
+    assert len(set(order(1))) == 20
+
+
+def test_random_has_every_request_first_equally_often() -> None:
+    scheduler = Scheduler(config(schedule_policy="random", max_running_requests=1))
+    for i in range(5):
+        scheduler.add(request(f"r{i}", 3, 1), 0.0)
+    first = Counter(
+        next(iter(scheduler._admission._candidates(0.0))).request_id for _ in range(5000)
+    )
+    # Binomial(5000, 1/5): four standard deviations are 113.
+    assert all(abs(count - 1000) < 113 for count in first.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_priority_stands_above_every_policy(policy: str) -> None:
+    made = [
+        request("low-hot", [*WARM, 1], 9, priority=1),
+        request("high", 10, 1, priority=2),
+        request("low", 10, 5, priority=1),
+    ]
+    assert order_of(driver_of(policy), *made)[0] == "high"
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_a_cache_aware_policy_without_a_cache_is_fcfs(policy: str) -> None:
+    made = [request("cold", 5, 2), request("hot", [*WARM, 1], 2)]
+    driver = driver_of(policy, disable_radix_cache=True)
+    assert order_of(driver, *made) == ["cold", "hot"]
+
+
+def test_the_age_bound_counts_from_being_passed_over() -> None:
+    driver = driver_of("lof", max_queue_skip_ms=100.0)
+    cold = request("cold", 5, 1)
+    driver.add(request("running", 5, 30), cold)
+    for _ in range(20):
+        driver.step()
+    assert record_of(cold).passed_over_s is None, "nobody who came later was admitted"
+    driver.add(request("later", 5, 30))
+    driver.run()
+    assert list(driver.ended)[-1] == "cold", "0.3 s of waiting alone give no right of way"
+
+
+def test_a_passed_over_request_goes_first_after_the_bound() -> None:
+    driver = driver_of("lof", max_queue_skip_ms=100.0)
+    cold = request("cold", 5, 1)
+    driver.add(cold, *[request(f"big{i}", 5, 8) for i in range(10)])
+    driver.run()
+    ended = list(driver.ended)
+    # Each of the others takes 9 turns of 10 ms: one is ahead, and the one running when time is up.
+    assert ended.index("cold") - ended.index("big0") <= 2
+
+
+def test_a_retracted_request_comes_back_before_later_arrivals() -> None:
+    driver = Driver(config(capacity_tokens=101, schedule_conservativeness=0.0))
+    driver.add(*[request(f"r{i}", 15, 40) for i in range(5)])
+    while not driver.scheduler.counters.retractions:
+        driver.step()
+    waiting = [item.request_id for item in driver.scheduler._life.queue]
+    assert waiting == sorted(waiting)
+    driver.run()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pass_costs_little_at_ten_thousand_waiting(policy: str) -> None:
+    """Measured 0.1 to 0.6 ms; the bound of 5 ms leaves room for a slow machine."""
+    scheduler = Scheduler(
+        config(schedule_policy=policy, capacity_tokens=50_001, max_running_requests=4)
+    )
+    for i in range(10_000):
+        scheduler.add(request(f"r{i}", 8, 2), 0.0)
+    times = []
+    for turn in range(30):
+        started = time.thread_time()
+        scheduler.plan(turn * 0.01)
+        times.append(time.thread_time() - started)
+        for flight in list(scheduler._life.inflight):
+            scheduler.commit(flight.batch, StepOutput([7] * len(flight.batch.sampled)), turn * 0.01)
+    assert sorted(times)[len(times) // 2] < 0.005
