@@ -83,7 +83,7 @@ class SchedulerConfig:
     )
     max_queued_requests: int = option(0, "waiting requests before newcomers get 503; 0: no cap")
     priority_preemption_threshold: int = option(
-        10, "priority gap from which a waiting request preempts running ones"
+        10, "priority gap beyond which a waiting request preempts running ones"
     )
     disable_priority_preemption: bool = option(False, "priority orders the queue only")
     waiting_timeout_s: float = option(0.0, "a request waiting longer ends with an error; 0: off")

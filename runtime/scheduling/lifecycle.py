@@ -21,7 +21,10 @@ from runtime.scheduling.wait_clocks import Reason, WaitClocks
 from runtime.scheduling.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from runtime.request import Finish, Request
+    from runtime.scheduling.deadlines import Expired, Limit
     from runtime.scheduling.kv_memory import KVMemory
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.statistics import Counters
@@ -55,8 +58,8 @@ class Lifecycle:
         self.running: list[Request] = []  # get a decode row in the next step that carries any
         self.inflight: deque[InFlight] = deque()
         self.clocks = WaitClocks()
-        self.deadlines = Deadlines()
         self.mean_wait_s = 0.0  # of recent admissions
+        self._deadlines = Deadlines()
         self._ended_by_length: dict[str, Request] = {}
 
     # In
@@ -117,6 +120,14 @@ class Lifecycle:
         self._enqueue(request, now)
 
     # Out
+
+    def watch(self, request: Request, limit: Limit, since_s: float, until_s: float) -> None:
+        """Bounds a live request's whole life, or the wait or run that began at `since_s`."""
+        self._deadlines.watch(request, limit, since_s, until_s, self.live)
+
+    def expired(self, now: float) -> Iterator[Expired]:
+        """Live requests whose time is up; each is to be ended before the next is asked for."""
+        return self._deadlines.expired(now, self.live)
 
     def record_ending(self, request_id: str, finish: Finish) -> Request | None:
         """Marks a live request as about to end: its later tokens are dropped. None where it is

@@ -87,7 +87,7 @@ class Scheduler:
         self._admission = Admission(config, self._life)
         self._decode_memory = DecodeMemory(self.memory)
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
-        self._endings: list[Request] = []
+        self._endings: list[tuple[Request, bool]] = []  # and whether an output tells of it
         self._next_seq = 0
         self._next_step = 0
         self._idle_checked = True
@@ -116,7 +116,7 @@ class Scheduler:
         self._next_seq += 1
         life.add(request, now)
         if request.deadline_s is not None:
-            life.deadlines.watch(request, Limit.TOTAL, request.arrival_s, request.deadline_s)
+            life.watch(request, Limit.TOTAL, request.arrival_s, request.deadline_s)
         self._watch_wait(request, now)
         if displaced is None:
             return []
@@ -129,7 +129,8 @@ class Scheduler:
         Tokens of it that arrive meanwhile are dropped. Returns False for a request that is
         unknown, has ended, or is already about to.
         """
-        return self._record_ending(request_id, Finish(FinishReason.ABORT, message=message))
+        finish = Finish(FinishReason.ABORT, message=message)
+        return self._record_ending(request_id, finish, announced=True)
 
     def abort_all(self, message: str | None = None) -> int:
         """Aborts every request; returns how many."""
@@ -145,13 +146,13 @@ class Scheduler:
         """
         if self._life.override_length(request_id, finish):
             return True
-        return self._record_ending(request_id, finish)
+        return self._record_ending(request_id, finish, announced=False)
 
-    def _record_ending(self, request_id: str, finish: Finish) -> bool:
+    def _record_ending(self, request_id: str, finish: Finish, *, announced: bool) -> bool:
         request = self._life.record_ending(request_id, finish)
         if request is None:
             return False
-        self._endings.append(request)
+        self._endings.append((request, announced))
         return True
 
     @property
@@ -224,7 +225,7 @@ class Scheduler:
                 self._count_start(request, item.match.tokens)
                 limit_s = self.config.running_timeout_s
                 if limit_s > 0:
-                    life.deadlines.watch(request, Limit.RUNNING, now, now + limit_s)
+                    life.watch(request, Limit.RUNNING, now, now + limit_s)
             record.last_step = batch.step
             if item.last and remaining_tokens(request) > 0:
                 life.running.append(request)
@@ -352,23 +353,23 @@ class Scheduler:
 
     def _apply_endings(self, plan: Plan) -> None:
         endings, self._endings = self._endings, []
-        for request in endings:
+        for request, announced in endings:
             finish = record_of(request).ending
             if request.finish is not None or finish is None:
                 continue
             news = self._end(request, finish)
-            if finish.reason is not FinishReason.STOP:
+            if announced:
                 plan.ended.append(news)
 
     def _apply_deadlines(self, plan: Plan, now: float) -> None:
-        for request, limit, since_s in self._life.deadlines.expired(now):
+        for request, limit, since_s in self._life.expired(now):
             message = f"Timed out ({limit.value}) after {now - since_s:.3f} s."
             plan.ended.append(self._end(request, Finish(FinishReason.TIMEOUT, message=message)))
 
     def _watch_wait(self, request: Request, now: float) -> None:
         limit_s = self.config.waiting_timeout_s
         if limit_s > 0:
-            self._life.deadlines.watch(request, Limit.WAITING, now, now + limit_s)
+            self._life.watch(request, Limit.WAITING, now, now + limit_s)
 
     def _end(self, request: Request, finish: Finish) -> RequestOutput:
         self._life.end(request, finish)

@@ -81,6 +81,7 @@ class FakeDevice:
         self.slots: dict[int, tuple[str, int, int]] = {}  # slot: namespace, position, token
         self.next_tokens: dict[int, int] = {}
         self.script = script
+        self.written: dict[int, list[int]] = {}  # by step: slots
         # What each request's sequence is on the device, result by result.
         self.sampled: dict[str, list[int]] = {}
 
@@ -114,7 +115,13 @@ class FakeDevice:
         for position, token in enumerate(new, start):
             slot = self._slot(batch.rows[b], position)
             self.slots[slot] = (request.namespace, position, token)
+            self.written.setdefault(batch.step, []).append(slot)
         return history
+
+    def lose(self, batch: ScheduleBatch) -> None:
+        """The step failed: what it wrote is rubbish."""
+        for slot in self.written[batch.step]:
+            self.slots[slot] = ("lost", -1, -1)
 
     def _read(self, batch: ScheduleBatch, b: int, history: list[int]) -> None:
         namespace = batch.requests[b].namespace

@@ -155,6 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_step(self) -> None:
         batch, _ = self.driver.in_flight.popleft()
         self.driver.collect(self.scheduler.fail(batch, "device lost", self.driver.now))
+        self.driver.device.lose(batch)
         self.model.committed()
         self.check()
 
@@ -276,7 +277,7 @@ def test_random_lives_break_no_rule() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=1500,
+            max_examples=400,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

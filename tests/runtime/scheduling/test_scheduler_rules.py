@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from runtime.config import SchedulerConfig
@@ -578,3 +580,60 @@ class TestOptions:
         with pytest.raises(ConfigError):
             scheduler.change_options(**changes)
         assert scheduler.config is before
+
+
+class TestKnownOutputLength:
+    """`ignore_eos` with the prefix cache off: the admission path that walks lifetimes."""
+
+    def test_a_request_is_admitted_if_every_end_leaves_room_for_the_rest(self) -> None:
+        # a: 40 held at its end after 20 steps, when b has 40 left of 60; c needs 60 for 20 more.
+        driver = Driver(config(disable_radix_cache=True, capacity_tokens=161))
+        driver.add(
+            request("a", 20, 20, ignore_eos=True),
+            request("b", 20, 60, ignore_eos=True),
+        )
+        driver.step()
+        driver.add(request("c", 20, 50, ignore_eos=True))
+        driver.step()
+        # At a's end 20 + 20 + 20 + 3 * 20 of 160 are in use, then 20 + 20 + 2 * 50 at c's.
+        assert driver.scheduler.statistics().running == 3
+        driver.run()
+        assert driver.scheduler.counters.retractions == 0
+
+    def test_it_waits_where_the_pool_would_run_dry_on_the_way(self) -> None:
+        driver = Driver(config(disable_radix_cache=True, capacity_tokens=101))
+        driver.add(request("a", 20, 30, ignore_eos=True), request("b", 20, 40, ignore_eos=True))
+        driver.step()
+        assert driver.scheduler.statistics().running == 1
+        assert driver.scheduler.statistics().reason == "kv_total"
+        driver.run()
+        assert driver.scheduler.counters.retractions == 0
+
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_random_loads_of_known_length_are_never_retracted(self, page_size: int) -> None:
+        """Lengths are known, so nothing has to be thrown back where pages hold one token; with
+        larger pages the last ones are only partly used, and few are."""
+        rng = random.Random(page_size)
+        driver = Driver(
+            config(
+                disable_radix_cache=True,
+                page_size=page_size,
+                capacity_tokens=40 * 16,
+                max_running_requests=16,
+            )
+        )
+        for i in range(60):
+            driver.add(request(f"r{i}", rng.randint(1, 100), rng.randint(1, 80), ignore_eos=True))
+        driver.run()
+        assert driver.scheduler.counters.retractions <= (0 if page_size == 1 else 6)
+        driver.assert_all_free()
+
+
+class TestDeadlineBook:
+    def test_answers_long_given_are_not_kept_until_their_deadline(self) -> None:
+        driver = Driver(checked=False)
+        for i in range(5000):
+            driver.add(request(f"r{i}", 3, 1, deadline_s=1e9))
+            if i % 8 == 7:
+                driver.run()
+        assert len(driver.scheduler._life._deadlines._heap) <= 1100
