@@ -183,7 +183,10 @@ class GrammarCompiler:
         loop = asyncio.get_running_loop()
         if self._tokenizer is None:
             self._tokenizer = loop.run_in_executor(self._pool, self._make_tokenizer)
-        tokenizer = await asyncio.shield(self._tokenizer)
+        try:
+            tokenizer = await asyncio.shield(self._tokenizer)
+        except ValueError:  # neither byte-level nor with byte fallback
+            raise ValueError("no grammar can be enforced with this model's tokenizer") from None
         words = (tokenizer.vocab_size + 31) // 32
         work = partial(_compile, tokenizer, source, words)
         return CompiledGrammar(await loop.run_in_executor(self._pool, work), words, self._eos_ids)
