@@ -22,7 +22,7 @@ KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 _STATUS = {
-    1: "a token id is outside the vocabulary",
+    1: "a token id is outside the vocabulary (or a row outside the batch)",
     2: "a position is outside the rotary table",
     3: "a slot is outside the KV pool",
     4: "a page of the block table is outside the KV pool, or a row has more pages than the table",

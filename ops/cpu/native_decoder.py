@@ -48,7 +48,8 @@ class NativeDecoder:
 
     def __init__(self, library: Library, spec: DecoderSpec, weights: DecoderWeights) -> None:
         check_attention_shape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        check("embedding", weights.embedding, (spec.vocab_size, spec.hidden_size), *FLOATS)
+        # May have more rows than ids that can be sampled.
+        check("embedding", weights.embedding, (None, spec.hidden_size), *FLOATS)
         self._library = library
         self._spec = spec
         self._kept: list[Any] = [weights.embedding, weights.lm_head]
@@ -77,6 +78,7 @@ class NativeDecoder:
             residual_scale=spec.residual_scale,
             logit_soft_cap=spec.logit_soft_cap,
             embedding=weights.embedding.data_ptr(),
+            embedding_rows=weights.embedding.shape[0],
             layer=self._layers,
             final_norm=self._float("final_norm", weights.final_norm, spec.hidden_size),
             lm_head=self._linear("lm_head", weights.lm_head, spec.vocab_size, spec.hidden_size),

@@ -84,6 +84,7 @@ class Decoder(ctypes.Structure):
         ("logit_soft_cap", c_float),
         ("reserved", c_int32),
         ("embedding", c_void_p),
+        ("embedding_rows", c_int64),
         ("layer", ctypes.POINTER(Layer)),
         ("final_norm", c_void_p),
         ("lm_head", Linear),

@@ -81,7 +81,8 @@ struct LoomDecoder {
   int32_t pool_type;  // LoomType
   float eps, embed_scale, logit_scale, residual_scale, logit_soft_cap;
   int32_t reserved;
-  const void* embedding;  // [vocab, hidden]
+  const void* embedding;   // [embedding_rows, hidden]
+  int64_t embedding_rows;  // may be more than can be sampled
   const LoomLayer* layer;
   const float* final_norm;
   LoomLinear lm_head;

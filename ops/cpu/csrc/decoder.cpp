@@ -285,7 +285,7 @@ LoomStatus check_step(const LoomDecoder& d, const LoomStep& s) {
   for (int64_t i = 0; i < d.layers; i++) {
     if (d.layer[i].rope) positions = std::min(positions, d.layer[i].rope_positions);
   }
-  if (!all_within(s.input_ids, tokens, 0, d.vocab)) return LOOM_BAD_TOKEN;
+  if (!all_within(s.input_ids, tokens, 0, d.embedding_rows)) return LOOM_BAD_TOKEN;
   if (!all_within(s.positions, tokens, 0, positions)) return LOOM_BAD_POSITION;
   if (!all_within(s.slots, tokens, INT64_MIN, s.pool_slots)) return LOOM_BAD_SLOT;
   if (!all_within(s.logit_tokens, s.logits, 0, tokens)) return LOOM_BAD_LOGIT_TOKEN;
