@@ -132,8 +132,10 @@ class WeightLoader:
         weights.final_norm = self._norm(f"{reader.prefix}norm")
         vocab_size = min(sampled_ids, spec.vocab_size)
         head = self._head(embedding, shape)[:vocab_size]
-        # The output layer is never quantized: its errors would go straight into the choice.
-        weights.lm_head = self._ops.pack_linear(head.contiguous())
+        # The output layer's errors go straight into the choice: never below eight bits.
+        weights.lm_head = self._ops.pack_linear(
+            head.contiguous(), quantization="int8" if self._quantization else None
+        )
         reader.check_all_taken()
         return replace(spec, vocab_size=vocab_size), weights
 
