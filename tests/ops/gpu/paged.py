@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +27,19 @@ class Problem:
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, AttentionBatch, AttentionSpec]:
         return self.q, self.k_pool, self.v_pool, self.batch, self.spec
+
+    def to(self, device: torch.device) -> Problem:
+        batch, spec = self.batch, self.spec
+        tensors = ("block_table", "rows", "qo_indptr", "kv_lens")
+        moved = {name: getattr(batch, name).to(device) for name in tensors}
+        sinks = None if spec.sinks is None else spec.sinks.to(device)
+        return Problem(
+            q=self.q.to(device),
+            k_pool=self.k_pool.to(device),
+            v_pool=self.v_pool.to(device),
+            batch=replace(batch, **moved),
+            spec=replace(spec, sinks=sinks),
+        )
 
 
 def paged_problem(

@@ -1,0 +1,272 @@
+"""What must be right on the device before any speed is measured."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ops import reference
+from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
+from runtime.execution.forward_batch import decode_forward_batch
+from runtime.request import SamplingParams
+from scripts._gpu_engine import Outcome, make_request, run_requests, scheduler_for
+from tests.ops.gpu.paged import paged_problem, relative_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from runtime.execution.device import Device
+    from runtime.execution.model_runner import ModelRunner
+
+# Largest difference over the largest value. A rounding to bfloat16 is 2**-9 of a value; the
+# probabilities are rounded too before they meet V.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+# Of log-probabilities whose logits deviate by 3. At Qwen3-0.6B's shape bfloat16 on a CPU is off
+# from float32 by 0.05 in the mean square and 0.17 at the most of 100 tokens; two runs in bfloat16
+# are off from one another by up to 1.4 times that, and 2,000 tokens are compared.
+LOGPROB_TOLERANCE = {torch.bfloat16: 0.35, torch.float32: 1e-3}
+INT32_ELEMENTS = 2**31
+# Few, since each pair of kernels takes up to ten seconds to compile.
+ATTENTION_CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
+    (64, 3, 1, "plain", {}),
+    (80, 1, 16, "window", {"window": 100}),
+    (96, 8, 1, "soft cap", {"soft_cap": 20.0}),
+    (128, 4, 16, "plain", {}),
+    (128, 8, 16, "sinks", {"sinks": True}),
+    (256, 4, 16, "soft cap", {"soft_cap": 20.0}),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was checked: `passed` is None where the device has no room for it."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+def _error_check(name: str, error: float, dtype: torch.dtype) -> Check:
+    limit = TOLERANCE[dtype]
+    return Check(name, error <= limit, f"error {error:.1e}, allowed {limit:.0e}")
+
+
+def check_attention(device: Device, *, tiny: bool) -> Iterator[Check]:
+    """Extend and decode attention against the reference, NaN wherever nothing may be read."""
+    rows = [(9, 20), (40, 1)] if tiny else [(700, 300), (0, 129), (2500, 1), (15, 2)]
+    for head_dim, group, page_size, feature, options in ATTENTION_CASES:
+        shape = {"head_dim": head_dim, "group": group, "page_size": page_size}
+        for name, lengths in (
+            ("extend_attention", rows),
+            ("decode_attention", [(prefix + new - 1, 1) for prefix, new in rows]),
+        ):
+            problem = paged_problem(lengths, dtype=device.dtype, **shape, **options)
+            arguments = problem.to(device.torch_device).arguments()
+            got = getattr(device.ops, name)(*arguments)
+            error = relative_error(got, reference.extend_attention(*arguments))
+            yield _error_check(f"{name} d{head_dim} g{group} {feature}", error, device.dtype)
+
+
+def check_large_offsets(device: Device) -> Check:
+    """Slots whose element offset does not fit 32 bits: stored, then attended to."""
+    name, head_dim = "slots past 2**31 elements", 128
+    slots = INT32_ELEMENTS // head_dim + 64
+    needed = 3 * slots * head_dim * device.dtype.itemsize
+    if device.memory_budget_bytes is None or device.memory_budget_bytes < needed:
+        return Check(name, None, f"needs {needed:,} bytes of device memory")
+    where = {"device": device.torch_device, "dtype": device.dtype}
+    k_pool, v_pool = (torch.zeros(slots, 1, head_dim, **where) for _ in range(2))
+    count = 40
+    k, v, q = (torch.randn(count, 1, head_dim, **where) for _ in range(3))
+    last = torch.arange(slots - count, slots, device=device.torch_device)
+    device.ops.store_kv(k, v, k_pool, v_pool, last)
+    ints = {"device": device.torch_device, "dtype": torch.int32}
+    batch = AttentionBatch(
+        block_table=last.int()[None],
+        rows=torch.zeros(1, **ints),
+        qo_indptr=torch.tensor([0, count], **ints),
+        kv_lens=torch.tensor([count], **ints),
+        page_size=1,
+        max_q_len=count,
+        max_kv_len=count,
+    )
+    arguments = (q, k_pool, v_pool, batch, AttentionSpec(head_dim**-0.5))
+    stored = torch.equal(k_pool[-count:], k) and torch.equal(v_pool[-count:], v)
+    error = relative_error(
+        device.ops.extend_attention(*arguments), reference.extend_attention(*arguments)
+    )
+    check = _error_check(name, error, device.dtype)
+    return Check(name, bool(check.passed) and stored, check.detail)
+
+
+def check_elementwise(device: Device) -> Iterator[Check]:
+    """Norms, rotary and activations against the reference on the same device."""
+    ops, where = device.ops, {"device": device.torch_device, "dtype": device.dtype}
+    x, residual = torch.randn(33, 1024, **where), torch.randn(33, 1024, **where)
+    weight, qkv = torch.randn(1024, **where), torch.randn(33, 12, 128, **where)
+    pairs = {
+        "rms_norm": (ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5)),
+        "rms_norm of heads": (
+            ops.rms_norm(qkv[:, :8], weight[:128], 1e-5),
+            reference.rms_norm(qkv[:, :8], weight[:128], 1e-5),
+        ),
+        "add_rms_norm": (
+            ops.add_rms_norm(x, residual.clone(), weight, 1e-5),
+            reference.add_rms_norm(x, residual.clone(), weight, 1e-5),
+        ),
+        "silu_and_mul": (ops.silu_and_mul(x), reference.silu_and_mul(x)),
+        "gelu_and_mul": (ops.gelu_and_mul(x, tanh=True), reference.gelu_and_mul(x, tanh=True)),
+    }
+    angles = torch.rand(64, 64, device=device.torch_device) * 6
+    rope = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.arange(33, device=device.torch_device)
+    for interleaved in (False, True):
+        turned = [qkv.clone(), qkv.clone()]
+        for op, tensor in zip((ops.rotary, reference.rotary), turned, strict=True):
+            op(tensor[:, :8], tensor[:, 8:10], positions, rope, interleaved=interleaved)
+        pairs["rotary interleaved" if interleaved else "rotary"] = (turned[0], turned[1])
+    for name, (got, expected) in pairs.items():
+        yield _error_check(name, relative_error(got, expected), device.dtype)
+
+
+def check_sampling(device: Device, *, tiny: bool) -> Iterator[Check]:
+    """The reference's tokens. exp and log differ in their last bit between implementations, so one
+    row in fifty may differ where noise or a threshold decides."""
+    rows, vocab = (8, 211) if tiny else (256, 151_936)
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(rows, vocab, generator=generator) * 3).to(device.torch_device)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    settings = {
+        "greedy": (0.0, 0, 1.0, 0.0, 0.0),
+        "temperature": (0.9, 0, 1.0, 0.0, 0.02),
+        "top-k": (1.0, 50, 1.0, 0.0, 0.02),
+        "top-p": (0.7, 0, 0.9, 0.0, 0.02),
+        "top-k, top-p, min-p": (0.8, 20, 0.95, 0.05, 0.02),
+    }
+    for name, (temperature, top_k, top_p, min_p, allowed) in settings.items():
+        full = {"device": device.torch_device}
+        s = SamplingTensors(
+            temperature=torch.full((rows,), temperature, **full),
+            top_k=torch.full((rows,), top_k, dtype=torch.int32, **full),
+            top_p=torch.full((rows,), top_p, **full),
+            min_p=torch.full((rows,), min_p, **full),
+            seed=seeds.to(device.torch_device),
+            position=torch.arange(rows, **full),
+            all_greedy=temperature == 0,
+            any_filter=top_k > 0 or top_p < 1 or min_p > 0,
+        )
+        expected = reference.sample(logits.clone(), s)
+        differing = int((device.ops.sample(logits.clone(), s) != expected).sum())
+        passed = differing <= allowed * rows
+        yield Check(f"sample {name}", passed, f"{differing} of {rows} rows differ")
+
+
+def fill_decode_rows(runner: ModelRunner, kv_lens: list[int], *, seed: int = 0) -> Tensor:
+    """Gives request rows 1, 2, ... pages of random KV and a newest token; their rows [B] int32."""
+    where = runner.device.torch_device
+    generator = torch.Generator(where).manual_seed(seed)
+    for pool in (*runner.pool.k, *runner.pool.v):
+        pool.normal_(generator=generator)
+    page_size, first = runner.sizes.page_size, 1
+    for row, kv_len in enumerate(kv_lens, start=1):
+        count = -(-kv_len // page_size)
+        pages = torch.arange(first, first + count, dtype=torch.int32, device=where)
+        runner.table.table[row, :count] = pages
+        first += count
+    if first * page_size > runner.info.max_total_tokens:
+        raise ValueError(
+            f"{sum(kv_lens)} tokens of KV: the pool has {runner.info.max_total_tokens}"
+        )
+    runner.next_tokens.random_(runner.info.vocab_size, generator=generator)
+    return torch.arange(1, len(kv_lens) + 1, dtype=torch.int32, device=where)
+
+
+@torch.inference_mode()
+def check_graphs(runner: ModelRunner) -> Iterator[Check]:
+    """A replay equals the eager step at the padded size bit for bit, and writes its slots alone."""
+    where = runner.device.torch_device
+    graphs, bound = runner.graphs, runner.sizes.context_length
+    assert graphs is not None
+    for count in (1, 3, runner.sizes.rows - 1):
+        kv_lens = [17 + 5 * i for i in range(count)]
+        rows = fill_decode_rows(runner, kv_lens)
+        lengths = torch.tensor(kv_lens, dtype=torch.int32, device=where)
+        size = graphs.padded_size(count)
+        assert size is not None
+        padding = size - count
+        padded_rows = torch.cat((rows, rows.new_zeros(padding)))
+        padded_lengths = torch.cat((lengths, lengths.new_ones(padding)))
+        before = runner.pool.k[0].clone()
+        eager = runner.decode_logits(padded_rows, padded_lengths, bound)[:count].clone()
+        eager_pool = runner.pool.k[0].clone()
+        runner.pool.k[0].copy_(before)
+        forward = decode_forward_batch(rows, lengths, runner.table, runner.next_tokens, bound)
+        replayed = graphs.replay(forward)
+        assert replayed is not None
+        equal = torch.equal(replayed, eager) and torch.equal(runner.pool.k[0][1:], eager_pool[1:])
+        changed = int((runner.pool.k[0] != before).flatten(1).any(-1)[1:].sum())
+        yield Check(
+            f"graph of {size} replays {count} rows",
+            equal and changed == count,
+            f"logits equal bit for bit: {equal}; {changed} slots written",
+        )
+
+
+def _generate(
+    runner: ModelRunner, prompts: list[list[int]], new: int, *, overlap: bool, mixed: bool
+) -> Outcome:
+    sampling = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True, logprobs=2)
+    requests = [make_request(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+    chunk = max(2 * runner.sizes.page_size, max(map(len, prompts)) // 2)
+    scheduler = scheduler_for(runner, chunk=chunk, mixed=mixed)
+    return run_requests(scheduler, runner, requests, overlap=overlap)
+
+
+def _first_difference(base: Outcome, other: Outcome, tolerance: float) -> tuple[bool, str]:
+    """Tokens equal until the two best logits are closer than the tolerance."""
+    parted = 0
+    for name, tokens in base.tokens.items():
+        pairs = zip(tokens, other.tokens[name], strict=True)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if at is None:
+            continue
+        parted += 1
+        (_, best), (_, second) = base.logprobs[name][at].top[:2]
+        if best - second > tolerance:
+            return False, f"{name} parts at token {at}, where the best leads by {best - second:.3f}"
+    return True, f"{parted} of {len(base.tokens)} requests part, all at a near tie"
+
+
+def check_modes(runner: ModelRunner, *, tiny: bool) -> Iterator[Check]:
+    """Overlap and mixing on and off give the same tokens up to near ties, and under teacher forcing
+    (a run's own output prefilled in one chunk) the log-probabilities that decoding gave."""
+    draw = random.Random(0)
+    vocab, count, new = runner.info.vocab_size, *((2, 3) if tiny else (24, 48))
+    lengths = [draw.randint(20, 40) if tiny else draw.randint(100, 700) for _ in range(count)]
+    prompts = [[draw.randrange(vocab) for _ in range(length)] for length in lengths]
+    tolerance = LOGPROB_TOLERANCE[runner.device.dtype]
+    base = _generate(runner, prompts, new, overlap=True, mixed=True)
+    for overlap, mixed in ((False, True), (True, False)):
+        other = _generate(runner, prompts, new, overlap=overlap, mixed=mixed)
+        passed, detail = _first_difference(base, other, tolerance)
+        yield Check(f"tokens with {'no overlap' if mixed else 'no mixing'}", passed, detail)
+    forced = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=0)
+    requests = [
+        make_request(name, [*prompts[int(name[1:])], *tokens], forced)
+        for name, tokens in base.tokens.items()
+    ]
+    scheduler = scheduler_for(runner, chunk=0, mixed=False)
+    again = run_requests(scheduler, runner, requests).prompt_logprobs
+    worst = 0.0
+    for name, records in base.logprobs.items():
+        tail = again[name][-len(records) :]
+        for decoded, prefilled in zip(records, tail, strict=True):
+            assert prefilled is not None
+            worst = max(worst, abs(decoded.logprob - prefilled.logprob))
+    detail = f"log-probabilities differ by {worst:.3f} at the most, allowed {tolerance}"
+    yield Check("teacher forcing", worst <= tolerance, detail)

@@ -1,0 +1,207 @@
+"""What the device does in a second, beside what it cannot exceed."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from ops.op_set import AttentionBatch, AttentionSpec
+from runtime.execution.forward_batch import decode_forward_batch
+from runtime.execution.kv_pool import bytes_per_token
+from runtime.request import SamplingParams
+from scripts._gpu_correctness import fill_decode_rows
+from scripts._gpu_engine import make_request, run_requests, scheduler_for
+from scripts._gpu_models import linear_parameters, step_weight_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from runtime.execution.device import Device
+    from runtime.execution.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Measured in this run: bytes a second read and written, and multiply-adds times two."""
+
+    copy_bytes_per_s: float
+    matmul_flops: float
+
+
+def seconds_of(device: Device, call: Callable[[], object], *, repeats: int) -> float:
+    """Median device time of a call, after one warm-up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start, end = device.fence(), device.fence()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(end.seconds_since(start))
+    return sorted(times)[len(times) // 2]
+
+
+def measure_limits(device: Device, *, tiny: bool) -> Limits:
+    """Copy bandwidth over a tensor beyond any cache; a square product of the model's type."""
+    where = {"device": device.torch_device, "dtype": device.dtype}
+    size, side = (1 << 20, 128) if tiny else (1 << 30, 8192)
+    source, target = torch.zeros(size, **where), torch.empty(size, **where)
+    copy = seconds_of(device, lambda: target.copy_(source), repeats=10)
+    a, b = torch.randn(side, side, **where), torch.randn(side, side, **where)
+    product = seconds_of(device, lambda: a @ b, repeats=10)
+    return Limits(2 * source.nbytes / copy, 2 * side**3 / product)
+
+
+@torch.inference_mode()
+def decode_steps(
+    runner: ModelRunner, limits: Limits, batches: list[int], kv_len: int
+) -> list[dict[str, float]]:
+    """Device time of replayed decode steps against the batch, beside its two floors.
+
+    The byte floor is weights and KV at the copy bandwidth, the FLOP floor the linear layers at the
+    matmul rate. Batches whose KV does not fit the pool are left out.
+    """
+    spec, dtype = runner.decoder.spec, runner.device.dtype
+    results = []
+    page_size = runner.sizes.page_size
+    room = runner.info.max_total_tokens // page_size - 1
+    for batch in batches:
+        if batch * -(-kv_len // page_size) > room or batch > runner.sizes.rows:
+            break
+        rows = fill_decode_rows(runner, [kv_len] * batch)
+        lengths = torch.full_like(rows, kv_len)
+        bound = runner.sizes.context_length
+        forward = decode_forward_batch(rows, lengths, runner.table, runner.next_tokens, bound)
+        assert runner.graphs is not None
+        graphs = runner.graphs
+        measured = seconds_of(runner.device, lambda g=graphs, f=forward: g.replay(f), repeats=20)
+        kv_bytes = batch * kv_len * bytes_per_token(spec, dtype)
+        byte_floor = (step_weight_bytes(spec, dtype) + kv_bytes) / limits.copy_bytes_per_s
+        flop_floor = 2 * batch * linear_parameters(spec) / limits.matmul_flops
+        results.append(
+            {
+                "batch": batch,
+                "kv_len": kv_len,
+                "ms": 1e3 * measured,
+                "byte_floor_ms": 1e3 * byte_floor,
+                "flop_floor_ms": 1e3 * flop_floor,
+                "over_floor": measured / max(byte_floor, flop_floor),
+            }
+        )
+    return results
+
+
+def idle_between_steps(runner: ModelRunner, *, rows: int, new: int) -> dict[str, float]:
+    """Share of the decode steps' wall time in which the device had none of a step's work."""
+    draw, vocab = random.Random(0), runner.info.vocab_size
+    sampling = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
+    prompts = [[draw.randrange(vocab) for _ in range(16)] for _ in range(rows)]
+    shares = {}
+    for overlap in (True, False):
+        requests = [make_request(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+        scheduler = scheduler_for(runner, chunk=max(32, 16 * rows), mixed=True)
+        outcome = run_requests(scheduler, runner, requests, overlap=overlap)
+        share = 1 - outcome.tail_device_s / outcome.tail_s
+        shares["overlap" if overlap else "synchronous"] = share
+    return shares
+
+
+def extend_attention_rates(
+    device: Device, *, new: int, prefixes: list[int], heads: int, kv_heads: int, head_dim: int
+) -> list[dict[str, float | None]]:
+    """TFLOP/s of extend attention over pages of 16 in random order, beside torch's flash kernel on
+    the same keys gathered beforehand (the gather is not counted)."""
+    results: list[dict[str, float | None]] = []
+    where = {"device": device.torch_device, "dtype": device.dtype}
+    for prefix in prefixes:
+        kv_len = prefix + new
+        pages = -(-kv_len // 16)
+        order = torch.randperm(pages, device=device.torch_device)
+        k_pool, v_pool = (torch.randn(pages * 16, kv_heads, head_dim, **where) for _ in range(2))
+        q = torch.randn(new, heads, head_dim, **where)
+        ints = {"device": device.torch_device, "dtype": torch.int32}
+        batch = AttentionBatch(
+            block_table=order.int()[None],
+            rows=torch.zeros(1, **ints),
+            qo_indptr=torch.tensor([0, new], **ints),
+            kv_lens=torch.tensor([kv_len], **ints),
+            page_size=16,
+            max_q_len=new,
+            max_kv_len=kv_len,
+        )
+        spec = AttentionSpec(head_dim**-0.5)
+        flops = 4 * heads * head_dim * (new * prefix + new * (new + 1) / 2)
+        ours = seconds_of(
+            device,
+            lambda q=q, k=k_pool, v=v_pool, b=batch, s=spec: device.ops.extend_attention(
+                q, k, v, b, s
+            ),
+            repeats=10,
+        )
+        slots = (order[:, None] * 16 + torch.arange(16, device=device.torch_device)).flatten()
+        gathered = [pool[slots[:kv_len]].transpose(0, 1)[None] for pool in (k_pool, v_pool)]
+        theirs = _flash_seconds(device, q.transpose(0, 1)[None], *gathered)
+        results.append(
+            {
+                "prefix": prefix,
+                "new": new,
+                "tflops": flops / ours / 1e12,
+                "sdpa_tflops": None if theirs is None else flops / theirs / 1e12,
+                "of_sdpa": None if theirs is None else theirs / ours,
+            }
+        )
+    return results
+
+
+def _flash_seconds(
+    device: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> float | None:
+    """Time of torch's flash attention, None where this build or device has none."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1).contiguous() for x in (k, v))
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return seconds_of(
+                device,
+                lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+                repeats=10,
+            )
+    except RuntimeError:
+        return None
+
+
+def offline_throughput(
+    runner: ModelRunner, *, requests: int, low: int, high: int, chunk: int
+) -> dict[str, float]:
+    """Output tokens a second: all requests at once, input and output lengths uniform in low..high,
+    seed 0, no prefix cache."""
+    draw, vocab = random.Random(0), runner.info.vocab_size
+    made = []
+    for i in range(requests):
+        prompt = [draw.randrange(vocab) for _ in range(draw.randint(low, high))]
+        sampling = SamplingParams(
+            max_new_tokens=draw.randint(low, high), temperature=0.6, seed=i, ignore_eos=True
+        )
+        made.append(make_request(f"r{i}", prompt, sampling))
+    scheduler = scheduler_for(runner, chunk=chunk, mixed=True)
+    start = time.perf_counter()
+    outcome = run_requests(scheduler, runner, made)
+    seconds = time.perf_counter() - start
+    tokens = sum(map(len, outcome.tokens.values()))
+    return {
+        "requests": requests,
+        "input_tokens": sum(len(r.input_ids) for r in made),
+        "output_tokens": tokens,
+        "seconds": seconds,
+        "output_tokens_per_s": tokens / seconds,
+        "device_busy": outcome.device_s / seconds,
+    }

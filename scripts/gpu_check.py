@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Checks and measures the GPU path on this machine: first what must be right, then how fast it is.
+
+    python scripts/gpu_check.py                    # one GPU, under 6 minutes, nothing to download
+    python scripts/gpu_check.py --device cpu --tiny    # tries the script itself, in an interpreter
+
+Models are of published shapes (Qwen3-0.6B, Llama-3.1-8B) with random weights. Correctness: every
+op against its float32 reference, replayed graphs bit-equal to eager steps, the same tokens with
+overlap and mixing on and off. Speed: decode steps against the batch beside the floors that this
+GPU's measured copy bandwidth and matmul rate set, idle time between steps, extend attention beside
+torch's flash kernel, and 256 requests offline. A table comes last, everything goes to a JSON file.
+
+Needs torch, Triton and numpy; no server. Exits 0 when all checks passed, 1 when one failed, 2
+without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+SPEED_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+TIME_BUDGET_S = 330.0
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and few repeats")
+    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), metavar="FILE")
+    options = parser.parse_args(arguments)
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu: needs --tiny, the interpreter is 10,000 times too slow")
+    return options
+
+
+class Report:
+    """Collects results; prints each when it is known."""
+
+    def __init__(self, description: dict[str, str]) -> None:
+        self.started = time.monotonic()
+        self.results: dict[str, Any] = {"machine": description, "checks": [], "models": {}}
+
+    def check(self, checks: Any) -> None:
+        for check in checks:
+            self.results["checks"].append(asdict(check))
+            word = {True: "ok", False: "FAILED", None: "skipped"}[check.passed]
+            print(f"{word:8} {check.name}: {check.detail}", flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() - self.started > TIME_BUDGET_S
+
+    @property
+    def failed(self) -> list[str]:
+        return [c["name"] for c in self.results["checks"] if c["passed"] is False]
+
+
+def run(options: argparse.Namespace) -> Report:
+    """All checks, then all measurements. What needs a GPU is imported here, behind the exit."""
+    import torch
+    import triton
+
+    from scripts import _gpu_correctness as correctness
+    from scripts import _gpu_models as models
+    from scripts import _gpu_speed as speed
+
+    tiny = options.tiny
+    device = models.open_target(options.device)
+    report = Report(
+        {
+            "device": device.description,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "dtype": str(device.dtype),
+        }
+    )
+    with torch.inference_mode():
+        report.check(correctness.check_attention(device, tiny=tiny))
+        report.check([correctness.check_large_offsets(device)])
+        report.check(correctness.check_elementwise(device))
+        report.check(correctness.check_sampling(device, tiny=tiny))
+        limits = speed.measure_limits(device, tiny=tiny)
+        report.results["limits"] = asdict(limits)
+        report.note("extend attention")
+        report.results["extend_attention"] = speed.extend_attention_rates(
+            device,
+            new=16 if tiny else 2048,
+            prefixes=[0, 40] if tiny else [0, 2048, 8192, 30_720],
+            heads=4 if tiny else 32,
+            kv_heads=1 if tiny else 8,
+            head_dim=64 if tiny else 128,
+        )
+    for model in (models.TINY,) if tiny else (models.QWEN, models.LLAMA):
+        gc.collect()  # the graphs of the model before refer to their runner in a circle
+        if report.late or not models.fits(device, model):
+            report.note(f"{model.name} is left out: no {'time' if report.late else 'memory'} left")
+            continue
+        report.results["models"][model.name] = measure_model(report, device, model, limits, tiny)
+    return report
+
+
+def measure_model(report: Report, device: Any, model: Any, limits: Any, tiny: bool) -> Any:
+    from scripts import _gpu_correctness as correctness
+    from scripts import _gpu_models as models
+    from scripts import _gpu_speed as speed
+
+    report.note(f"{model.name}: weights and graphs")
+    rows, tokens = (4, 512) if tiny else (256, 400_000)
+    runner = models.open_runner(device, model, rows=rows, tokens=tokens)
+    report.note(f"{model.name}: {runner.info.max_total_tokens} tokens of KV")
+    report.check(correctness.check_graphs(runner))
+    report.check(correctness.check_modes(runner, tiny=tiny))
+    report.note(f"{model.name}: speed")
+    batches = [1, 4] if tiny else SPEED_BATCHES
+    result = {
+        "decode": speed.decode_steps(runner, limits, batches, 20 if tiny else 1024),
+        "idle": speed.idle_between_steps(runner, rows=2 if tiny else 64, new=4 if tiny else 128),
+        "offline": speed.offline_throughput(
+            runner,
+            requests=3 if tiny else 256,
+            low=2 if tiny else 100,
+            high=5 if tiny else 1024,
+            chunk=32 if tiny else 8192,
+        ),
+    }
+    runner.close()
+    return result
+
+
+def table(results: dict[str, Any]) -> str:
+    """What was measured, as text."""
+    limits = results["limits"]
+    lines = [
+        "",
+        f"{results['machine']['device']}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s,"
+        f" matmul {limits['matmul_flops'] / 1e12:.0f} TFLOP/s",
+        "",
+        "extend attention   prefix    new   TFLOP/s   flash   share",
+    ]
+    for row in results["extend_attention"]:
+        flash, share = row["sdpa_tflops"], row["of_sdpa"]
+        peer = "      -       -" if flash is None else f"{flash:7.1f} {share:7.2f}"
+        lines.append(f"{row['prefix']:25d} {row['new']:6d} {row['tflops']:9.1f} {peer}")
+    for name, model in results["models"].items():
+        lines += ["", f"{name}: decode   batch  kv_len      ms   bytes   FLOPs   x floor"]
+        lines += [
+            f"{r['batch']:24d} {r['kv_len']:7d} {r['ms']:7.2f} {r['byte_floor_ms']:7.2f}"
+            f" {r['flop_floor_ms']:7.2f} {r['over_floor']:9.2f}"
+            for r in model["decode"]
+        ]
+        idle, offline = model["idle"], model["offline"]
+        lines += [
+            f"  idle between decode steps: {idle['overlap']:.1%} with overlap,"
+            f" {idle['synchronous']:.1%} without",
+            f"  offline: {offline['output_tokens_per_s']:.0f} output tokens/s"
+            f" ({offline['requests']} requests, {offline['output_tokens']} tokens)",
+        ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    if options.device == "cpu":
+        # Before Triton is imported, whose library reads it at import.
+        os.environ["TRITON_INTERPRET"] = "1"
+        # exp of a large number is inf, and 1 / inf the right 0; numpy, which interprets, warns.
+        warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("gpu_check: torch finds no CUDA device on this machine, so there is nothing to check")
+        return 2
+    report = run(options)
+    options.json.write_text(json.dumps(report.results, indent=1))
+    print(table(report.results))
+    print(f"\nall results: {options.json}; {time.monotonic() - report.started:.0f} s")
+    if report.failed:
+        print(f"FAILED: {', '.join(report.failed)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

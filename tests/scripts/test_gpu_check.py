@@ -1,0 +1,64 @@
+"""scripts/gpu_check.py without a GPU: its exit, its imports, and a whole tiny run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
+
+# What a machine that only checks its GPU need not have.
+WITHOUT_SERVER = """
+import runpy, sys
+for name in ("orjson", "aiohttp", "uvloop", "gguf", "prometheus_client", "transformers"):
+    sys.modules[name] = None
+sys.argv = [sys.argv[1], *sys.argv[2:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_SERVER, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_without_a_gpu_it_says_so_in_one_line_and_exits_2() -> None:
+    done = gpu_check()
+    assert done.returncode == 2
+    assert len(done.stdout.splitlines()) == 1
+    assert "no CUDA device" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    done = gpu_check("--device", "cpu", "--tiny", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    results = json.loads(path.read_text())
+    verdicts = {check["name"]: check["passed"] for check in results["checks"]}
+    assert [name for name, passed in verdicts.items() if passed is None] == [
+        "slots past 2**31 elements"
+    ]
+    assert False not in verdicts.values()
+    for part in ("extend_attention d128", "decode_attention d256", "rotary", "sample top-p"):
+        assert any(name.startswith(part) for name in verdicts)
+    for part in ("graph of 4 replays 3 rows", "tokens with no overlap", "teacher forcing"):
+        assert part in verdicts
+    measured = results["models"]["tiny"]
+    assert [row["batch"] for row in measured["decode"]] == [1, 4]
+    assert set(measured["idle"]) == {"overlap", "synchronous"}
+    assert measured["offline"]["requests"] == 3
+    assert "x floor" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("all results:")
