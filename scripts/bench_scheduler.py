@@ -7,7 +7,7 @@ in the worst step; each figure is the median over steps, with the 99th percentil
 beside it, after a warm-up, with the garbage collector off as in `timeit`.
 
     running   decode-only steps, 1 to 1,024 rows (prefix caching on, pages of 16, 200-token prompts)
-    waiting   256 running rows and no free slot, 0 to 10,000 requests waiting, fcfs
+    waiting   256 running rows, no free slot or no KV left, 0 to 10,000 requests waiting, fcfs
     policies  steps that admit from 10,000 waiting requests, half of whose prompts are one of eight
               prefixes, under every policy
     prefix    a prompt whose first 10 to 1,000,000 tokens are cached
@@ -45,11 +45,11 @@ PROMPT = 200
 LONG = 1 << 20
 
 
-def make_scheduler(rows: int, **options: Any) -> Scheduler:
-    """A pool that never runs out."""
+def make_scheduler(rows: int, capacity_tokens: int = 64 * LONG, **options: Any) -> Scheduler:
+    """A pool that never runs out, unless told otherwise."""
     config = SchedulerConfig(
-        capacity_tokens=64 * LONG,
-        context_length=LONG,
+        capacity_tokens=capacity_tokens,
+        context_length=2 * LONG,
         page_size=PAGE,
         max_running_requests=rows,
         chunked_prefill_size=8192,
@@ -59,10 +59,14 @@ def make_scheduler(rows: int, **options: Any) -> Scheduler:
 
 
 def make_request(
-    name: str, rng: random.Random, max_new: int = 4000, prefix: list[int] | None = None
+    name: str,
+    rng: random.Random,
+    max_new: int = 4000,
+    prefix: list[int] | None = None,
+    tokens: int = PROMPT,
 ) -> Request:
     head = prefix or []
-    ids = array("i", head + [rng.randrange(50_000) for _ in range(PROMPT - len(head))])
+    ids = array("i", head + [rng.randrange(50_000) for _ in range(tokens - len(head))])
     return Request(name, ids, SamplingParams(max_new_tokens=max_new, ignore_eos=True), 0.0)
 
 
@@ -133,20 +137,37 @@ def bench_running(steps: int) -> dict[str, Any]:
 
 
 def bench_waiting(steps: int) -> dict[str, Any]:
-    print(f"{'waiting':>8} {'us/step':>10} {'p99':>10} {'max':>10}")
-    found, points = {}, []
+    print(f"{'waiting':>8} {'for':>8} {'us/step':>10} {'p99':>10} {'max':>10}")
+    found: dict[str, Any] = {}
+    points: dict[str, list[tuple[int, float]]] = {"slots": [], "kv_total": []}
     for waiting in (0, 10, 100, 1000, 10_000):
-        rng = random.Random(1)
-        loop = Loop(make_scheduler(256))
-        for i in range(256 + waiting):
-            loop.scheduler.add(make_request(f"r{i}", rng), 0.0)
-        loop.until_running(256)
-        loop.turns(50)
-        times = summary(loop.turns(steps))
-        print(f"{waiting:>8} {times['median_us']:>10} {times['p99_us']:>10} {times['max_us']:>10}")
-        found[waiting] = times
-        points.append((max(waiting, 1), times["median_us"]))
-    return {"waiting": found, "growth": growth(points)}
+        for blocked_by, collected in points.items():
+            loop = blocked_loop(waiting, blocked_by)
+            loop.turns(50)
+            times = summary(loop.turns(steps))
+            assert not waiting or loop.scheduler.statistics().reason == blocked_by
+            print(
+                f"{waiting:>8} {blocked_by:>8} {times['median_us']:>10} {times['p99_us']:>10}"
+                f" {times['max_us']:>10}"
+            )
+            found[f"{waiting}/{blocked_by}"] = times
+            collected.append((max(waiting, 1), times["median_us"]))
+    return {"waiting": found, "growth": {name: growth(p) for name, p in points.items()}}
+
+
+def blocked_loop(waiting: int, blocked_by: str) -> Loop:
+    """256 running rows, and this many requests that wait for a slot, or behind a prompt too long
+    for the KV that is left."""
+    rng = random.Random(1)
+    rows = 256 if blocked_by == "slots" else 1024
+    loop = Loop(make_scheduler(rows, capacity_tokens=1_200_000))
+    for i in range(256):
+        loop.scheduler.add(make_request(f"r{i}", rng), 0.0)
+    loop.until_running(256)
+    for i in range(waiting):
+        tokens = LONG if blocked_by == "kv_total" and not i else PROMPT
+        loop.scheduler.add(make_request(f"w{i}", rng, 1000, tokens=tokens), 0.0)
+    return loop
 
 
 def bench_policies(steps: int) -> dict[str, Any]:
