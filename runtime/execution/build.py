@@ -12,7 +12,7 @@ import torch
 from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from runtime.checkpoints.embedded import ensure_embedded_model
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, ModelError
 from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import DTYPES, Device, open_device
 from runtime.execution.kv_pool import bytes_per_token
@@ -85,7 +85,10 @@ def build_runner(
         progress=progress,
     )
     spec, weights = loader.load(tokenizer_size or family.spec.vocab_size)
-    decoder = Decoder(spec, weights, device.ops)
+    try:
+        decoder = Decoder(spec, weights, device.ops)
+    except ValueError as error:  # a shape that the device's kernels do not have
+        raise ModelError(f"{path} cannot run on {device.description}: {error}") from error
     info = ModelInfo(
         path=path,
         model_type=str(checkpoint.config["model_type"]),

@@ -25,6 +25,7 @@ from runtime.runner import RunnerInfo, StepOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ops.op_set import AttentionBatch
     from runtime.execution.device import Device
     from runtime.models.decoder import Decoder
     from runtime.runner import SampleMasks
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # Tokens whose logits are made at once for prompt log-probabilities: bounds [n, V] float32.
 _PROMPT_SLICE = 256
+# A compiled decoder makes all of a step's logits at once; beyond this the step runs op by op.
+_COMPILED_PROMPT_ROWS = 1024
 _NOTHING_LEFT = (
     "no token could be sampled: the model's logits hold a NaN, or bias, bans and grammar together"
     " leave no token"
@@ -119,7 +122,16 @@ class ModelRunner:
 
     def run_decoder(self, forward: ForwardBatch) -> Tensor:
         """Logits [N, V] float32 of `forward.logit_tokens`; stores K and V of all tokens."""
-        return self.decoder(
+        return self.decoder(*self._decoder_arguments(forward))
+
+    def run_decoder_to_hidden(self, forward: ForwardBatch) -> Tensor:
+        """The same up to what `Decoder.logits` takes, [N, H]: for more logits than fit at once."""
+        return self.decoder.hidden(*self._decoder_arguments(forward))
+
+    def _decoder_arguments(
+        self, forward: ForwardBatch
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionBatch, list[Tensor], list[Tensor], Tensor]:
+        return (
             forward.input_ids,
             forward.positions,
             forward.slots,
@@ -176,32 +188,21 @@ class ModelStep:
 
     def _with_prompt_logprobs(self, count: int) -> Tensor:
         """The sampled rows' logits; the `count` others become log-probabilities, in slices."""
-        runner, forward = self._runner, self._forward
+        runner = self._runner
         sampled = len(self._batch.sampled)
-        if runner.decoder.compiled is not None:
-            rows = runner.run_decoder(forward)
-            slices = rows[sampled:].split(_PROMPT_SLICE)
+        if runner.decoder.compiled is not None and count <= _COMPILED_PROMPT_ROWS:
+            rows = runner.run_decoder(self._forward)
             logits = rows[:sampled]
+            slices = iter(rows[sampled:].split(_PROMPT_SLICE))
         else:
-            hidden = runner.decoder.hidden(
-                forward.input_ids,
-                forward.positions,
-                forward.slots,
-                forward.attention,
-                runner.pool.k,
-                runner.pool.v,
-                forward.logit_tokens,
-            )
-            slices = hidden[sampled:].split(_PROMPT_SLICE)
+            hidden = runner.run_decoder_to_hidden(self._forward)
             logits = runner.decoder.logits(hidden[:sampled])
+            slices = map(runner.decoder.logits, hidden[sampled:].split(_PROMPT_SLICE))
         following = self._following_tokens().split(_PROMPT_SLICE)
         top = max(self._wanted(row) for row, _ in self._prompt_counts)
-        parts = []
-        for part, token_ids in zip(slices, following, strict=True):
-            if runner.decoder.compiled is None:
-                part = runner.decoder.logits(part)
-            parts.append(logprobs_of(part, token_ids, top))
-        self._prompt = concatenate(parts)
+        self._prompt = concatenate(
+            [logprobs_of(part, ids, top) for part, ids in zip(slices, following, strict=True)]
+        )
         return logits
 
     def _wanted(self, row: int) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from runtime.errors import ModelError
 from tests.runtime.models.tiny_models import (
     Probe,
     expected_logits,
@@ -23,7 +24,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases-tied": (
         "llama",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24},
     ),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral-window": ("mistral", {"sliding_window": 8}),
@@ -84,3 +85,41 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     close(cached, want_other[20:])
     close(decoded, want[41:42])
     runner.close()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_no_further_from_float32_than_transformers_own(
+    name: str, kernels: str, tmp_path: Path
+) -> None:
+    model_type, special = FAMILIES[name]
+    model = make_model(tmp_path, model_type, **special)
+    rounded = model.bfloat16()
+    rounded.save_pretrained(tmp_path)
+    tokens = random_tokens(43)
+    theirs = expected_logits(rounded, tokens).float()
+    want = expected_logits(rounded.float(), tokens)
+    runner = open_runner(tmp_path, dtype="bfloat16", cpu_kernels=kernels, cpu_threads=1)
+    (ours,) = Probe(runner).step({1: (0, tokens)})
+    runner.close()
+    assert (ours - want).abs().mean() < 1.5 * (theirs - want).abs().mean()
+
+
+def test_a_head_dimension_without_a_kernel_runs_in_plain_torch_alone(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "llama", head_dim=12)
+    tokens = random_tokens(30)
+    runner = open_runner(tmp_path, cpu_kernels="torch")
+    (got,) = Probe(runner).step({1: (0, tokens)})
+    runner.close()
+    torch.testing.assert_close(got, expected_logits(model, tokens), atol=5e-5, rtol=5e-5)
+    if "native" in runner_kernels(tmp_path / "other"):
+        with pytest.raises(ModelError, match=r"cannot run on cpu.*head dimension 12"):
+            open_runner(tmp_path)
+
+
+def runner_kernels(folder: Path) -> str:
+    """What `auto` chooses on this machine."""
+    make_model(folder, "llama")
+    runner = open_runner(folder)
+    runner.close()
+    return runner.info.details["ops"]

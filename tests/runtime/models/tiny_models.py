@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SHAPE = {
     "vocab_size": 131,
     "hidden_size": 48,
-    "intermediate_size": 88,
+    "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
