@@ -7,38 +7,46 @@ from typing import TYPE_CHECKING
 from runtime.scheduling.victims import retraction_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from runtime.request import Request
-    from runtime.scheduling.kv_memory import KVMemory
+    from runtime.scheduling.lifecycle import Lifecycle
 
 
 class DecodeMemory:
-    """The check of every pass that carries running rows."""
+    """The check of every pass that carries running rows.
 
-    def __init__(self, memory: KVMemory) -> None:
-        self._memory = memory
+    Args:
+        life: the rows, and the KV they need.
+    """
 
-    def fits(self, running: Sequence[Request]) -> bool:
-        """Whether the next step's pages are free or can be evicted."""
-        return self._memory.new_page_tokens(running) <= self._memory.available_tokens
+    def __init__(self, life: Lifecycle) -> None:
+        self._life = life
+        self._memory = life.memory
 
-    def choose_victims(
-        self, running: Sequence[Request], chunked: Request | None
-    ) -> tuple[list[Request], Request | None]:
-        """Whom to retract so that the others' next step fits. No step may be in flight.
+    def fits(self) -> bool:
+        """Whether the pages of the running rows' next step are free or can be evicted."""
+        return self._memory.new_page_tokens(self._life.running) <= self._memory.available_tokens
 
-        Returns:
-            The requests to retract, in order, and the one to end with an error: the last one
-            left, if not even it can get its page.
+    def retract(self, now: float) -> tuple[list[Request], Request | None]:
+        """Sends as few requests back into the queue as make the others' next step fit, one at
+        least. No step may be in flight.
+
+        Returns: those, and the one to end with an error: the last one left, if not even it can
+            get its page.
         """
-        staying = list(running)
+        victims, hopeless = self.choose_victims()
+        for request in victims:
+            self._life.retract(request, now)
+        return victims, hopeless
+
+    def choose_victims(self) -> tuple[list[Request], Request | None]:
+        """Whom `retract` would take, in order. Changes nothing."""
+        staying = list(self._life.running)
+        chunked = self._life.chunked
+        admitted = staying if chunked is None else [*staying, chunked]
         victims: list[Request] = []
-        admitted = [*running, chunked] if chunked is not None else running
         for victim in retraction_order(admitted):
             victims.append(victim)
-            if victim in staying:
-                staying.remove(victim)
+            staying = [request for request in staying if request is not victim]
             room = self._memory.available_tokens + self._memory.releasable_tokens(victims)
             if self._memory.new_page_tokens(staying) <= room:
                 return victims, None

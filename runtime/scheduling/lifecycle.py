@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from runtime.request import FinishReason, RequestState
-from runtime.scheduling.deadlines import Deadlines
+from runtime.scheduling.deadlines import Deadlines, Limit
 from runtime.scheduling.request_record import record_of, tokens_to_prefill
 from runtime.scheduling.wait_clocks import Reason, WaitClocks
 from runtime.scheduling.waiting_queue import WaitingQueue
@@ -23,8 +23,9 @@ from runtime.scheduling.waiting_queue import WaitingQueue
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from runtime.config import SchedulerConfig
     from runtime.request import Finish, Request
-    from runtime.scheduling.deadlines import Expired, Limit
+    from runtime.scheduling.deadlines import Expired
     from runtime.scheduling.kv_memory import KVMemory
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.statistics import Counters
@@ -44,11 +45,13 @@ class Lifecycle:
     """All live requests.
 
     Args:
+        config: time-outs of waiting and of running requests.
         memory: what requests give back when they leave.
         counters: totals of ends.
     """
 
-    def __init__(self, memory: KVMemory, counters: Counters) -> None:
+    def __init__(self, config: SchedulerConfig, memory: KVMemory, counters: Counters) -> None:
+        self._config = config
         self.memory = memory
         self.counters = counters
         self.live: dict[str, Request] = {}  # every request that has not ended
@@ -62,16 +65,28 @@ class Lifecycle:
         self._deadlines = Deadlines()
         self._ended_by_length: dict[str, Request] = {}
 
+    def configure(self, config: SchedulerConfig) -> None:
+        """Takes new options; waits and runs that have begun keep their time-outs."""
+        self._config = config
+
     # In
 
     def add(self, request: Request, now: float) -> None:
         """A new request, its record made."""
         self.live[request.request_id] = request
-        record_of(request).waiting_since_s = now
+        if request.deadline_s is not None:
+            self._watch(request, Limit.TOTAL, request.arrival_s, request.deadline_s)
+        self._begin_wait(request, now)
         if request.grammar is not None and not request.grammar.ready:
             self.compiling[request.request_id] = request
         else:
             self._enqueue(request, now)
+
+    def _begin_wait(self, request: Request, now: float) -> None:
+        record_of(request).waiting_since_s = now
+        limit_s = self._config.waiting_timeout_s
+        if limit_s > 0:
+            self._watch(request, Limit.WAITING, now, now + limit_s)
 
     def take_ready_grammars(self, now: float) -> list[str]:
         """Moves requests whose grammar is compiled into the queue; returns their ids."""
@@ -97,6 +112,9 @@ class Lifecycle:
         self.clocks.end(request)
         record.started_s = now
         record.passed_over_s = None
+        limit_s = self._config.running_timeout_s
+        if limit_s > 0:
+            self._watch(request, Limit.RUNNING, now, now + limit_s)
         self.mean_wait_s += 0.2 * (now - record.waiting_since_s - self.mean_wait_s)
         self.counters.admitted += 1
 
@@ -114,16 +132,15 @@ class Lifecycle:
         request.retractions += 1
         record.key = tokens_to_prefill(request).tobytes()
         record.started_s = None
-        record.waiting_since_s = now
+        self._begin_wait(request, now)
         if record.prompt_logprobs is not None:
             record.prompt_logprobs = [None]
         self._enqueue(request, now)
 
-    # Out
-
-    def watch(self, request: Request, limit: Limit, since_s: float, until_s: float) -> None:
-        """Bounds a live request's whole life, or the wait or run that began at `since_s`."""
+    def _watch(self, request: Request, limit: Limit, since_s: float, until_s: float) -> None:
         self._deadlines.watch(request, limit, since_s, until_s, self.live)
+
+    # Out
 
     def expired(self, now: float) -> Iterator[Expired]:
         """Live requests whose time is up; each is to be ended before the next is asked for."""

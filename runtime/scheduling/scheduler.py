@@ -20,7 +20,6 @@ from runtime.errors import ConfigError, InvalidRequest, InvariantError
 from runtime.request import Finish, FinishReason, RequestOutput
 from runtime.scheduling.admission import Admission
 from runtime.scheduling.batch_builder import build_batch
-from runtime.scheduling.deadlines import Limit
 from runtime.scheduling.decode_memory import DecodeMemory
 from runtime.scheduling.inspection import debug_record, take_statistics
 from runtime.scheduling.intake import make_place, make_record, resolve_max_new_tokens
@@ -83,9 +82,9 @@ class Scheduler:
         self.config = config
         self.memory = KVMemory(config)
         self.counters = Counters()
-        self._life = Lifecycle(self.memory, self.counters)
+        self._life = Lifecycle(config, self.memory, self.counters)
         self._admission = Admission(config, self._life)
-        self._decode_memory = DecodeMemory(self.memory)
+        self._decode_memory = DecodeMemory(self._life)
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
         self._endings: list[tuple[Request, bool]] = []  # and whether an output tells of it
         self._next_seq = 0
@@ -115,9 +114,6 @@ class Scheduler:
         request.scheduling = make_record(request, self._next_seq, computed, config)
         self._next_seq += 1
         life.add(request, now)
-        if request.deadline_s is not None:
-            life.watch(request, Limit.TOTAL, request.arrival_s, request.deadline_s)
-        self._watch_wait(request, now)
         if displaced is None:
             return []
         self.counters.displaced += 1
@@ -205,11 +201,11 @@ class Scheduler:
         if not admitted.rows and not decoding:
             return
         plan.batch = build_batch(self._next_step, admitted.rows, decoding, self.memory)
-        self._launched(plan.batch, admitted.rows, now)
+        self._launched(plan.batch, admitted.rows)
         if decoding and not retracted:
             self._ratio.decay()
 
-    def _launched(self, batch: ScheduleBatch, admitted: list[Admitted], now: float) -> None:
+    def _launched(self, batch: ScheduleBatch, admitted: list[Admitted]) -> None:
         """Books a step that will be launched: whose last token is in it leaves the running list,
         whose prompt is complete joins it."""
         life, counters = self._life, self.counters
@@ -223,9 +219,6 @@ class Scheduler:
             request, record = item.request, record_of(item.request)
             if item.match is not None:
                 self._count_start(request, item.match.tokens)
-                limit_s = self.config.running_timeout_s
-                if limit_s > 0:
-                    life.watch(request, Limit.RUNNING, now, now + limit_s)
             record.last_step = batch.step
             if item.last and remaining_tokens(request) > 0:
                 life.running.append(request)
@@ -267,19 +260,16 @@ class Scheduler:
     def _must_commit_first(self, plan: Plan) -> bool:
         """Whether rows must be retracted while a step in flight still names their slots and their
         newest tokens are not known."""
-        if not self._life.inflight or self._decode_memory.fits(self._life.running):
+        if not self._life.inflight or self._decode_memory.fits():
             return False
         plan.reason = "wait_commit"
         return True
 
     def _make_room(self, plan: Plan, now: float) -> bool:
         """Retracts until the running rows' next step fits; returns whether it had to."""
-        life = self._life
-        if self._decode_memory.fits(life.running):
+        if self._decode_memory.fits():
             return False
-        victims, hopeless = self._decode_memory.choose_victims(life.running, life.chunked)
-        for request in victims:
-            self._retract(request, now)
+        victims, hopeless = self._decode_memory.retract(now)
         self.counters.retractions += len(victims)
         if hopeless is not None:
             message = (
@@ -287,8 +277,8 @@ class Scheduler:
                 f" request alone, which holds {hopeless.length} tokens."
             )
             plan.ended.append(self._end(hopeless, Finish(FinishReason.ERROR, message=message)))
-            life.drop_ended()
-        self._ratio.after_retraction(life.running)
+            self._life.drop_ended()
+        self._ratio.after_retraction(self._life.running)
         return True
 
     def _preempt(self, plan: Plan, now: float) -> bool:
@@ -298,13 +288,9 @@ class Scheduler:
             plan.reason = "wait_commit"
             return False
         for request in victims:
-            self._retract(request, now)
+            self._life.retract(request, now)
         self.counters.preemptions += len(victims)
         return True
-
-    def _retract(self, request: Request, now: float) -> None:
-        self._life.retract(request, now)
-        self._watch_wait(request, now)
 
     # Results
 
@@ -366,11 +352,6 @@ class Scheduler:
             message = f"Timed out ({limit.value}) after {now - since_s:.3f} s."
             plan.ended.append(self._end(request, Finish(FinishReason.TIMEOUT, message=message)))
 
-    def _watch_wait(self, request: Request, now: float) -> None:
-        limit_s = self.config.waiting_timeout_s
-        if limit_s > 0:
-            self._life.watch(request, Limit.WAITING, now, now + limit_s)
-
     def _end(self, request: Request, finish: Finish) -> RequestOutput:
         self._life.end(request, finish)
         return RequestOutput(request, [], finish=finish)
@@ -387,6 +368,7 @@ class Scheduler:
                 raise ConfigError(f"{name} cannot be changed while serving")
         self.config = replace(self.config, **changes)
         self.memory.cache.set_eviction_policy(self.config.eviction_policy)
+        self._life.configure(self.config)
         self._admission.configure(self.config)
         if "schedule_conservativeness" in changes:
             self._ratio = NewTokenRatio(self.config.schedule_conservativeness)

@@ -266,7 +266,8 @@ class TestRetraction:
             made.append(item)
         memory = scheduler.memory
         memory.allocate(memory.capacity_tokens // memory.page_size)
-        victims, hopeless = DecodeMemory(memory).choose_victims(made, None)
+        scheduler._life.running = made
+        victims, hopeless = DecodeMemory(scheduler._life).choose_victims()
         assert [victim.request_id for victim in victims] == ["d", "c", "b", "e"]
         assert hopeless is made[0]
 
