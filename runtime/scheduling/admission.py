@@ -91,8 +91,9 @@ class Admission:
                     self._life.clocks.single_out(chunked, Reason.KV_STEP)
             admitted = self._admit_waiting(adder, slots, now) if slots > 0 else []
             built = PrefillRows(adder.admitted, adder.chunked)
-            for request in admitted:
-                self._life.admitted(request, now)
+            for item in adder.admitted:
+                if item.match is not None:
+                    self._life.admitted(item.request, item.match.tokens, now)
             self._order.note_admitted(admitted, now)
         if self._delayer is not None:
             self._delayer.finalize(len(built.rows))

@@ -105,8 +105,8 @@ class Lifecycle:
 
     # On
 
-    def admitted(self, request: Request, now: float) -> None:
-        """A request has left the queue for its first chunk."""
+    def admitted(self, request: Request, cached_tokens: int, now: float) -> None:
+        """A request has left the queue for its first chunk, with this much of it cached."""
         record = record_of(request)
         self.queue.remove(request)
         self.clocks.end(request)
@@ -117,6 +117,11 @@ class Lifecycle:
             self._watch(request, Limit.RUNNING, now, now + limit_s)
         self.mean_wait_s += 0.2 * (now - record.waiting_since_s - self.mean_wait_s)
         self.counters.admitted += 1
+        if not record.counted:
+            record.counted = True
+            request.cached_tokens = cached_tokens
+            self.counters.cached_tokens += cached_tokens
+            self.counters.prompt_tokens += len(request.input_ids)
 
     def retract(self, request: Request, now: float) -> None:
         """Back into the queue with its outputs; its KV stays only as long as the cache keeps it.

@@ -216,21 +216,8 @@ class Scheduler:
         if batch.num_decode:
             life.running = [r for r in life.running if r.launched_tokens < r.max_new_tokens]
         for item in admitted:
-            request, record = item.request, record_of(item.request)
-            if item.match is not None:
-                self._count_start(request, item.match.tokens)
-            record.last_step = batch.step
-            if item.last and remaining_tokens(request) > 0:
-                life.running.append(request)
-
-    def _count_start(self, request: Request, cached_tokens: int) -> None:
-        record = record_of(request)
-        if record.counted:
-            return
-        record.counted = True
-        request.cached_tokens = cached_tokens
-        self.counters.cached_tokens += cached_tokens
-        self.counters.prompt_tokens += len(request.input_ids)
+            if item.last and remaining_tokens(item.request) > 0:
+                life.running.append(item.request)
 
     def _nothing_to_launch(self, plan: Plan) -> None:
         life = self._life
