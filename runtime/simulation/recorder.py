@@ -123,6 +123,11 @@ class RecordingScheduler:
         self._write(event, outputs=outputs_record(outputs))
         return outputs
 
+    def change_options(self, **changes: Any) -> None:
+        event: Event = {"event": "change_options", "changes": changes}
+        self._call(event, lambda: self._inner.change_options(**changes))
+        self._write(event)
+
     def flush(self) -> bool:
         event: Event = {"event": "flush"}
         result = self._call(event, self._inner.flush)

@@ -126,6 +126,8 @@ class _Replay:
             scheduler.commit(self._launched.pop(event["step"]), output, event["now"])
         elif kind == "fail":
             scheduler.fail(self._launched.pop(event["step"]), event["message"], event["now"])
+        elif kind == "change_options":
+            scheduler.change_options(**event["changes"])
         elif kind == "flush":
             scheduler.flush()
         else:

@@ -5,6 +5,7 @@ arguments (the inputs) and what it returned (the decision):
 
     {"event":"add","now":…,"request":{…},"outputs":[…]}      or "error":[type, message]
     {"event":"abort" | "abort_all" | "finish" | "flush", …,"result":…}
+    {"event":"change_options","changes":{…}}                  options changed while serving
     {"event":"grammar","id":…,"ready":true}                   before the call that sees it
     {"event":"plan","now":…,"batch":{…} | null,"reason":…,"ended":[…],…}
     {"event":"commit","now":…,"step":…,"tokens":[…],"failed":{…},"device_s":…,"outputs":[…]}

@@ -165,6 +165,8 @@ class LiveTraffic:
         if step == 700 and "going down" not in self.counts:
             self._count("going down")
             scheduler.abort_all("going down")
+        if step == 1000:
+            scheduler.change_options(schedule_policy="fcfs", clip_max_new_tokens=16)
 
     def _arrive(self, scheduler: RecordingScheduler) -> None:
         draw = self._random

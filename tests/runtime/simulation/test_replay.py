@@ -53,6 +53,7 @@ def test_recorded_run_has_everything_in_it(recorded: tuple[Path, LiveTraffic]) -
         assert traffic.counts.get(name, 0) > 0, (name, traffic.counts)
     assert any(event["result"] for event in events_of(path, "flush"))
     assert events_of(path, "grammar")
+    assert events_of(path, "change_options")
     assert any(event["reason"] == "wait_commit" for event in events_of(path, "plan"))
 
 
