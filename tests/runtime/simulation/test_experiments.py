@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from runtime.scheduling.scheduler import Scheduler
+from runtime.simulation.cost_model import StepShape, StepTimer
 from runtime.simulation.experiments import EXPERIMENTS, MACHINE, TARGET_MS, TIGHT_MS
 from runtime.simulation.machines import machine
 from runtime.simulation.report import Summary, share_within, summarize
 from runtime.simulation.scenario import simulate
+from runtime.simulation.simulator import Simulator
+from runtime.simulation.trace import config_from
+from runtime.simulation.workloads import Workload, in_order
 
 if TYPE_CHECKING:
+    from runtime.request import RequestOutput
+    from runtime.runner import StepOutput
+    from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.simulation.simulator import SimulationResult
+    from runtime.simulation.workloads import Arrival
 
 pytestmark = pytest.mark.slow
 Runs = dict[str, tuple["SimulationResult", Summary]]
@@ -74,3 +83,49 @@ def test_policies_trade_mean_against_tail() -> None:
     assert mean["lpm, no age bound"] < mean["lpm"] < mean["hrrn"] < mean["fcfs"] / 2
     assert p99["lpm"] < p99["lpm, no age bound"] < p99["fcfs"]
     assert cold["hrrn"] < cold["lpm"] < cold["lpm, no age bound"]
+
+
+class Watched(Scheduler):
+    """Notes after every mixed step whether the latency target is said to be within reach."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(config_from(options))
+        self.said: list[bool | None] = []
+
+    def commit(self, batch: ScheduleBatch, output: StepOutput, now: float) -> list[RequestOutput]:
+        outputs = super().commit(batch, output, now)
+        if batch.kind == "mixed":
+            self.said.append(self.slo_feasible)
+        return outputs
+
+
+def streams_and_long_prompts() -> list[Arrival]:
+    """Eight streams that go on, and a 1,500-token prompt now and then."""
+    streams = Workload(requests=48, input_tokens=(64, 64), output_tokens=(200, 400)).arrivals()
+    prompts = Workload(
+        requests=8, rate=0.2, input_tokens=(1500, 1500), output_tokens=(4, 4), seed=2
+    ).arrivals()
+    for index, prompt in enumerate(prompts):
+        # Ahead of the streams that wait for a place, as if they had not come yet.
+        prompt.request_id, prompt.priority = f"long{index}", 1
+        prompt.arrival_s += 2.0
+    return in_order([*streams, *prompts])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("factor", [2.0, 1.1])
+def test_target_from_the_decode_step_on_a_cpu(factor: float, seed: int) -> None:
+    where = machine("cpu-smollm2-135m")
+    decode_s = where.cost.seconds(StepShape(decode_rows=8, context_tokens=8 * 250))
+    target_s = factor * decode_s
+    options = {**where.options, "max_running_requests": 9, "tpot_slo_ms": 1e3 * target_s}
+    scheduler = Watched(options)
+    result = Simulator(scheduler, StepTimer(where.cost, seed), host=where.host).run(
+        streams_and_long_prompts()
+    )
+    assert len(scheduler.said) > 4 * 1500 / 128
+    if factor == 2.0:
+        assert share_within(result, target_s) >= 0.95
+        assert False not in scheduler.said
+    else:
+        assert scheduler.said.count(False) > 0.8 * len(scheduler.said)
