@@ -1,0 +1,165 @@
+"""Building and choosing the kernels: once per machine, and plain torch where it cannot be done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from ops.cpu import build
+from ops.cpu.library import Library
+from ops.cpu.load import CpuOptions, load_cpu_ops
+from ops.cpu.native import NativeOps
+from ops.cpu.op_set import CpuOps
+
+# Stands in for a compiler: writes the file that -o names, and notes that it ran.
+FAKE_COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo "fake $FAKE_VERSION"; exit 0; fi
+echo "$@" >> "$FAKE_LOG"
+[ -n "$FAKE_ERROR" ] && { echo "$FAKE_ERROR" >&2; exit 1; }
+while [ $# -gt 1 ]; do [ "$1" = -o ] && echo object > "$2"; shift; done
+exit 0
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The log of a fake compiler, one line per run."""
+    program, log = tmp_path / "fake-c++", tmp_path / "log"
+    program.write_text(FAKE_COMPILER)
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    log.write_text("")
+    for name, value in (("CXX", program), ("FAKE_LOG", log), ("FAKE_ERROR", "")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("FAKE_VERSION", "1")
+    return log
+
+
+def test_a_second_build_finds_the_first(compiler: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    first = build.build_library("avx2", tmp_path / "cache", said.append)
+    runs = compiler.read_text()
+    assert len(runs.splitlines()) == len(list(build.SOURCES.glob("*.cpp"))) + 1  # and the linker
+    assert "compiling" in said[0]
+    assert build.build_library("avx2", tmp_path / "cache", said.append) == first
+    assert compiler.read_text() == runs
+
+
+def test_another_compiler_path_or_flag_is_another_library(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = {build.build_library(path, tmp_path) for path in build.INSTRUCTION_PATHS}
+    built.add(build.build_library("avx2", tmp_path, extra_flags=["-g"]))
+    monkeypatch.setenv("FAKE_VERSION", "2")
+    built.add(build.build_library("avx2", tmp_path))
+    assert len(built) == len(build.INSTRUCTION_PATHS) + 2
+
+
+def test_changed_sources_are_another_library(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build.build_library("avx2", tmp_path / "cache")
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "other.cpp").write_text("int x;")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    second = build.build_library("avx2", tmp_path / "cache")
+    (sources / "other.h").write_text("// included")
+    assert len({first, second, build.build_library("avx2", tmp_path / "cache")}) == 3
+
+
+def test_processes_that_start_together_build_once(compiler: Path, tmp_path: Path) -> None:
+    threads = [
+        threading.Thread(target=build.build_library, args=("avx2", tmp_path / "cache"))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum("-shared" in run for run in compiler.read_text().splitlines()) == 1
+
+
+def test_a_failed_build_leaves_nothing_and_says_why(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ERROR", "the disk is on fire")
+    with pytest.raises(build.KernelBuildError, match="the disk is on fire"):
+        build.build_library("avx2", tmp_path / "cache")
+    assert [p.name for p in (tmp_path / "cache" / "kernels").iterdir()] == ["lock"]
+
+
+def test_an_unwritable_cache_is_an_error_with_its_path(compiler: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(build.KernelBuildError, match=str(tmp_path / "file")):
+        build.build_library("avx2", tmp_path / "file")
+
+
+@pytest.mark.parametrize("missing", ["compiler", "instructions"])
+def test_without_compiler_or_instructions_torch_serves(
+    missing: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if missing == "compiler":
+        monkeypatch.setenv("CXX", "")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr(build, "available_paths", lambda: ["avx2"])
+    else:
+        monkeypatch.setattr(build, "cpu_flags", frozenset)
+    with caplog.at_level(logging.WARNING):
+        ops, description = load_cpu_ops(CpuOptions(cache_dir=tmp_path))
+    assert type(ops) is CpuOps
+    assert description.startswith("torch: ")
+    assert len(caplog.records) == 1
+    with pytest.raises(build.KernelBuildError):
+        load_cpu_ops(CpuOptions(kernels="native", cache_dir=tmp_path))
+
+
+def test_kernels_are_chosen_as_asked(best: NativeOps) -> None:
+    ops, description = load_cpu_ops(CpuOptions(kernels="torch"))
+    assert type(ops) is CpuOps
+    assert description == "torch, as asked for"
+    ops, description = load_cpu_ops(CpuOptions(kernels="native", threads=3))
+    assert isinstance(ops, NativeOps)
+    assert description == f"native {build.available_paths()[0]}, 3 threads"
+    with pytest.raises(ValueError, match="kernels 'fast': expected one of auto, native, torch"):
+        load_cpu_ops(CpuOptions(kernels="fast"))
+    with pytest.raises(build.KernelBuildError, match="'neon': this CPU has"):
+        load_cpu_ops(CpuOptions(kernels="native", path="neon"))
+
+
+def test_pinned_threads_stay_within_the_allowed_cores(best: NativeOps) -> None:
+    """More threads than cores wrap around; the kernels compute as before."""
+    before = os.sched_getaffinity(0)
+    results = []
+
+    def compute() -> None:  # in a thread of its own, which pinning binds to one core
+        ops = NativeOps(Library(best.library.path, threads=3, pinning=True))
+        results.append(ops.silu_and_mul(torch.ones(5, 8)))
+        results.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], best.silu_and_mul(torch.ones(5, 8)))
+    assert len(results[1]) == 1
+    assert results[1] <= before
+    assert os.sched_getaffinity(0) == before
+
+
+def test_packed_weights_take_only_their_own_memory(best: NativeOps) -> None:
+    """bfloat16 panels are as large as the weight, int8 and int4 a half and a third of it."""
+    weight = torch.zeros(64, 512, dtype=torch.bfloat16)
+    sizes = {
+        q: best.pack_linear(weight, quantization=q).panels.nbytes for q in (None, "int8", "int4")
+    }
+    assert sizes[None] == weight.nbytes
+    assert sizes["int8"] <= weight.nbytes * 0.52
+    assert sizes["int4"] <= weight.nbytes * 0.32
