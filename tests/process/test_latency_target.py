@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,13 +21,12 @@ import pytest
 from tests.process.server_process import ServerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 pytestmark = pytest.mark.slow
 ROWS = 8
 LONG_PROMPTS = 4
-# Somebody else on the machine makes a run worthless; a mechanism that is broken fails every time.
-ATTEMPTS = 3
+ATTEMPTS = 3  # a hiccup of the machine passes; a mechanism that is broken fails every time
 _draw = random.Random(0)
 
 
@@ -99,10 +100,10 @@ async def eight_streams(load: Load) -> AsyncIterator[None]:
 
 
 async def decode_step_s() -> float:
-    """What a step of eight decode rows takes, in the middle of some hundred of them."""
+    """What a step of eight decode rows takes, the median of some hundred of them."""
     async with serving() as (load, _), eight_streams(load):
         times: list[float] = []
-        while len(times) < 400:
+        while len(times) < 200:
             await asyncio.sleep(0.5)
             times = [
                 step["device_s"]
@@ -144,29 +145,52 @@ async def long_prompts_under(target_s: float) -> Outcome:
     return Outcome(within, len(times), infeasible / max(looks, 1), metrics, log)
 
 
-async def test_twice_the_decode_step_is_held_while_long_prompts_arrive() -> None:
-    tried = []
+_SPIN = """
+import time
+start, cpu = time.perf_counter(), time.process_time()
+while time.perf_counter() - start < 0.5:
+    pass
+print((time.process_time() - cpu) / (time.perf_counter() - start))
+"""
+
+
+def cores_are_free() -> bool:
+    """Whether two busy processes get two cores: with other work beside it, the same step takes two
+    to eight times as long from one moment to the next, and no chunk size can hold a target."""
+    command = [sys.executable, "-c", _SPIN]
+    spinning = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    return min(float(process.communicate()[0]) for process in spinning) > 0.9
+
+
+async def judge(factor: float, passes: Callable[[Outcome], bool]) -> Outcome:
+    """An outcome that passes, of a few attempts; skips where the machine was never free for one."""
+    judged = []
     for _ in range(ATTEMPTS):
-        outcome = await long_prompts_under(2.0 * await decode_step_s())
-        assert outcome.mixed_steps >= 4 * 1500 / 128
-        tried.append((round(outcome.within, 3), round(outcome.infeasible_share, 3)))
-        if outcome.within >= 0.95 and outcome.infeasible_share == 0.0:
-            assert "loomserve:slo_feasible 1" in outcome.metrics.replace(".0\n", "\n")
-            assert "not feasible" not in outcome.log
-            return
-    pytest.fail(f"(share within the target, share of looks that said infeasible): {tried}")
+        if not cores_are_free():
+            continue
+        outcome = await long_prompts_under(factor * await decode_step_s())
+        if passes(outcome):
+            return outcome
+        if cores_are_free():
+            judged.append((round(outcome.within, 3), round(outcome.infeasible_share, 3)))
+    if judged:
+        pytest.fail(f"(share within the target, share of looks that said infeasible): {judged}")
+    pytest.skip("other work runs on this machine: step times mean nothing")
+
+
+async def test_twice_the_decode_step_is_held_while_long_prompts_arrive() -> None:
+    outcome = await judge(2.0, lambda o: o.within >= 0.95 and o.infeasible_share == 0.0)
+    assert outcome.mixed_steps >= LONG_PROMPTS * 1500 / 128
+    assert slo_metric(outcome.metrics) == 1.0
+    assert "not feasible" not in outcome.log
 
 
 async def test_target_that_cannot_be_held_is_reported_everywhere() -> None:
-    tried = []
-    for _ in range(ATTEMPTS):
-        outcome = await long_prompts_under(1.1 * await decode_step_s())
-        tried.append((round(outcome.within, 3), round(outcome.infeasible_share, 3)))
-        if outcome.infeasible_share >= 0.5 and "loomserve:slo_feasible" in outcome.metrics:
-            assert "is not feasible" in outcome.log
-            assert any(
-                line.startswith("loomserve:slo_feasible") and float(line.split()[-1]) == 0.0
-                for line in outcome.metrics.splitlines()
-            )
-            return
-    pytest.fail(f"(share within the target, share of looks that said infeasible): {tried}")
+    outcome = await judge(1.1, lambda o: o.infeasible_share >= 0.5)
+    assert slo_metric(outcome.metrics) == 0.0
+    assert "is not feasible" in outcome.log
+
+
+def slo_metric(metrics: str) -> float:
+    lines = [line for line in metrics.splitlines() if line.startswith("loomserve:slo_feasible")]
+    return float(lines[0].split()[-1])
