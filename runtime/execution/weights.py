@@ -66,7 +66,8 @@ class _Reader:
         raw = self._checkpoint.read(name)
         self._left.pop(name, None)
         tensor = torch.frombuffer(raw.buffer, dtype=dtype).view(raw.shape)
-        return tensor.to(self._device, self._dtype)
+        # A copy, since a view would keep the whole mapped file resident for as long as it serves.
+        return tensor.to(self._device, self._dtype, copy=True)
 
     def stack(self, names: tuple[str, ...], suffix: str, shapes: list[tuple[int, ...]]) -> Tensor:
         """Several tensors one below the other. One name takes the whole stack."""
