@@ -99,7 +99,9 @@ class RequestStream:
                 self._waiter = None
         news = list(self._pending.values())
         self._pending.clear()
-        self._unfinished -= sum(delta.finish is not None for delta in news)
+        for delta in news:
+            if delta.finish is not None:
+                self._unfinished -= 1
         return news
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
