@@ -105,6 +105,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         capacity = self.scheduler.memory.capacity_tokens
         shared = [10_000 * (family + 1) + i for i in range(int(common * capacity))]
         own = rng.randint(1, max(capacity // rng.choice([3, 6, 20]), 1))
+        if shared and rng.random() < 0.25:
+            own = 0  # the same prompt again
         unique = [100_000 + self.count * 3000 + i for i in range(own)]
         options: dict[str, Any] = {}
         if extra == "grammar":

@@ -362,6 +362,16 @@ class TestCache:
         waits = driver.scheduler.waited_seconds(driver.ended["r1"].request)
         assert set(waits) <= {"chunk_budget", "shared_prefix", "next_pass"}
 
+    @pytest.mark.parametrize(("page_size", "cached"), [(1, 63), (16, 48)])
+    def test_one_token_is_left_to_compute(self, page_size: int, cached: int) -> None:
+        driver = Driver(config(page_size=page_size, capacity_tokens=60 * 16))
+        tokens = list(range(64))
+        for name in "ab":
+            driver.add(request(name, tokens, 1))
+            driver.run()
+        assert driver.ended["b"].request.cached_tokens == cached
+        assert driver.batches[-1].prefill_tokens == 64 - cached
+
     def test_namespaces_do_not_share(self) -> None:
         driver = Driver()
         tokens = list(range(50))
@@ -587,7 +597,6 @@ class TestKnownOutputLength:
     """`ignore_eos` with the prefix cache off: the admission path that walks lifetimes."""
 
     def test_a_request_is_admitted_if_every_end_leaves_room_for_the_rest(self) -> None:
-        # a: 40 held at its end after 20 steps, when b has 40 left of 60; c needs 60 for 20 more.
         driver = Driver(config(disable_radix_cache=True, capacity_tokens=161))
         driver.add(
             request("a", 20, 20, ignore_eos=True),
@@ -596,7 +605,7 @@ class TestKnownOutputLength:
         driver.step()
         driver.add(request("c", 20, 50, ignore_eos=True))
         driver.step()
-        # At a's end 20 + 20 + 20 + 3 * 20 of 160 are in use, then 20 + 20 + 2 * 50 at c's.
+        # 190 tokens in all at the end of the longest, but a gives its 40 back long before.
         assert driver.scheduler.statistics().running == 3
         driver.run()
         assert driver.scheduler.counters.retractions == 0
