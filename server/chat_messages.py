@@ -70,7 +70,7 @@ def _content(content: Any, where: str) -> str:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS:
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
             raise InvalidRequest(
                 f"{where}[{index}]: parts of type {kind!r} are not supported by this model; only"
                 " text parts are",
