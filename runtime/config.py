@@ -34,6 +34,27 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn")
 EVICTION_POLICIES = ("lru", "lfu", "fifo")
 
 
+# Smallest values of the scheduler's numbers; page_size and the chunk size have rules of their own.
+_SCHEDULER_MINIMA = {
+    "max_running_requests": 1,
+    "max_prefill_tokens": 1,
+    "max_prefill_requests": 0,
+    "truncation_align_size": 0,
+    "max_queue_skip_ms": 0,
+    "schedule_conservativeness": 0,
+    "clip_max_new_tokens": 1,
+    "tpot_slo_ms": 0,
+    "delayer_max_passes": 0,
+    "delayer_max_ms": 0,
+    "delayer_low_watermark": 0,
+    "delayer_running_ratio": 0,
+    "max_queued_requests": 0,
+    "priority_preemption_threshold": 0,
+    "waiting_timeout_s": 0,
+    "running_timeout_s": 0,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """What the scheduler decides by. Token counts are ints, times seconds unless named _ms.
@@ -99,9 +120,14 @@ class SchedulerConfig:
                 f"chunked_prefill_size {chunk} with page_size {page}: must be at least two pages"
                 f" ({2 * page}), or 0 for whole prompts"
             )
-        if self.max_running_requests < 1:
+        for name, minimum in _SCHEDULER_MINIMA.items():
+            value = getattr(self, name)
+            if not value >= minimum:
+                raise ConfigError(f"{name} {value}: must be at least {minimum}")
+        if 0 < chunk < self.truncation_align_size:
             raise ConfigError(
-                f"max_running_requests {self.max_running_requests}: must be at least 1"
+                f"truncation_align_size {self.truncation_align_size}: must be at most"
+                f" chunked_prefill_size ({chunk}), or no long prompt could ever be cut"
             )
         if self.capacity_tokens < 3 * page:
             raise ConfigError(

@@ -6,18 +6,12 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
 from runtime.request import Finish, FinishReason
-from runtime.scheduling.request_record import RequestRecord
+from runtime.scheduling.request_record import RequestRecord, kv_need
 
 if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
     from runtime.request import Request
     from runtime.scheduling.lifecycle import Lifecycle
-
-
-def kv_bound(input_tokens: int, max_new_tokens: int, page_size: int) -> int:
-    """KV tokens that a request alone may need, the adder's spare page included. It fits a pool
-    with *more* usable tokens than that."""
-    return -(-input_tokens // page_size) * page_size + max_new_tokens + page_size
 
 
 def resolve_max_new_tokens(
@@ -37,6 +31,7 @@ def resolve_max_new_tokens(
     if given is not None and given < 1:
         raise InvalidRequest(f"max_tokens is {given}; it must be at least 1.", param="max_tokens")
     wanted = 1 if given is None else given
+    rounded = -(-inputs // page_size) * page_size
     if inputs + wanted > context_length:
         raise ContextTooLong(
             f"This model's maximum context length is {context_length} tokens. The request has"
@@ -44,7 +39,7 @@ def resolve_max_new_tokens(
             f" {inputs + wanted}. Shorten the prompt or lower max_tokens.",
             param="prompt" if given is None else "max_tokens",
         )
-    need = kv_bound(inputs, wanted, page_size)
+    need = kv_need(rounded, wanted, page_size)
     if need >= usable_tokens:
         raise ContextTooLong(
             f"The request can never fit the KV cache: {inputs} input tokens (in pages of"
@@ -54,7 +49,7 @@ def resolve_max_new_tokens(
         )
     if given is not None:
         return given
-    spare = usable_tokens - kv_bound(inputs, 0, page_size) - 1
+    spare = usable_tokens - kv_need(rounded, 0, page_size) - 1
     return min(context_length - inputs, spare)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.scheduling.request_record import record_of, remaining_tokens
+from runtime.scheduling.request_record import kv_need, record_of, remaining_tokens
 from runtime.scheduling.wait_clocks import Reason
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class PrefillAdder:
     def need(self, request: Request, match: PrefixMatch) -> int:
         """KV tokens that a waiting request is taken to need beside its prefix."""
         extend = record_of(request).target - match.tokens
-        return extend + self._reserve(request) + self._page
+        return kv_need(extend, self._reserve(request), self._page)
 
     def add_chunked(self, request: Request) -> None:
         """Goes on with the pending chunk, which may end inside a page. With nothing free it waits

@@ -74,3 +74,14 @@ def prepare_prefill(request: Request) -> None:
 def remaining_tokens(request: Request) -> int:
     """Output tokens that no launched step has sampled yet."""
     return request.max_new_tokens - request.launched_tokens
+
+
+def kv_need(extend_tokens: int, output_tokens: int, page_size: int) -> int:
+    """KV tokens that a request is taken to need: what it computes, its outputs, and a page, since
+    an extend can open one more.
+
+    The one bound of intake and admission: a pool fits it with *more* available tokens than that.
+    Intake asks it with the whole input in whole pages and all outputs, so that what it lets in is
+    admitted once nobody else is left.
+    """
+    return extend_tokens + output_tokens + page_size

@@ -198,7 +198,7 @@ def test_truncation_alignment() -> None:
     step = adder(chunk=100, page_size=1, truncation_align_size=64)
     step.add(waiting(1000, 4), NO_MATCH)
     assert step.admitted[0].tokens == 64
-    step = adder(chunk=100, page_size=1, truncation_align_size=128)
+    step = adder(chunk=100, page_size=1, truncation_align_size=128, chunked_prefill_size=128)
     assert step.add(waiting(1000, 4), NO_MATCH) is Verdict.OTHER
     assert not step.admitted
 

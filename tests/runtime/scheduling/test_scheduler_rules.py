@@ -570,6 +570,20 @@ class TestGrammar:
 
 
 class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"truncation_align_size": 128}, "truncation_align_size 128.*64"),
+            ({"clip_max_new_tokens": 0}, "clip_max_new_tokens 0: must be at least 1"),
+            ({"tpot_slo_ms": -1.0}, "tpot_slo_ms -1.0: must be at least 0"),
+            ({"waiting_timeout_s": float("nan")}, "waiting_timeout_s nan"),
+        ],
+        ids=["alignment beyond the chunk", "clip", "negative target", "not a number"],
+    )
+    def test_options_that_cannot_be_served_are_refused(self, options: dict, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            config(**options)
+
     def test_options_change_while_requests_run(self) -> None:
         driver = Driver(config(capacity_tokens=2001))
         driver.add(request("a", 5, 60))
