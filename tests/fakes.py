@@ -163,13 +163,13 @@ async def fake_server(service: Service | None = None, **options: Any) -> AsyncIt
     server = await asyncio.get_running_loop().create_server(factory, sock=sock)
     simulated = service.engine.runner
     assert isinstance(simulated, SimRunner)
-    async with ClientSession() as client:
-        try:
+    try:
+        async with ClientSession() as client:
             yield FakeServer(f"http://127.0.0.1:{port}", service, simulated, client)
-        finally:
-            await service.engine.stop()
-    server.close()
-    await runner.cleanup()
-    service.model_format.close()
-    service.tokenizer.close()
-    simulated.close()
+    finally:
+        await service.engine.stop()
+        server.close()
+        await runner.cleanup()
+        service.model_format.close()
+        service.tokenizer.close()
+        simulated.close()
