@@ -100,8 +100,8 @@ class Admission:
         return built
 
     def preempted(self, now: float, ratio: float) -> list[Request]:
-        """Running requests that the first waiting one, kept out for want of slots or KV, may push
-        out, so that it then fits."""
+        """Admitted requests that the first waiting one may push out, so that it then fits: for want
+        of slots or KV, or the pending chunk, behind which it would wait for a whole prompt."""
         life, config = self._life, self._config
         admitted = life.running if life.chunked is None else [*life.running, life.chunked]
         if config.disable_priority_preemption or not life.queue or not admitted:
@@ -122,7 +122,8 @@ class Admission:
         slots_missing = 1 - self._free_slots()
         tokens_missing = self._tokens_missing(candidate, adder)
         if slots_missing <= 0 and tokens_missing <= 0:
-            return []
+            chunk = life.chunked
+            return [chunk] if chunk and highest - chunk.priority > threshold else []
         return choose_preempted(
             candidate,
             admitted,

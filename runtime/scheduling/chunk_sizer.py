@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.75
 ALIGN_TOKENS = 64
+NO_STATIC = 1 << 30
 PAGE_PARTS = 4  # the SLO's smallest chunk of a started prompt is this part of a page
 
 
@@ -158,12 +159,10 @@ class SloChunkSizer:
         self._target_s = config.tpot_slo_ms / 1000
         self._model = StepTimeModel()
         self._slow_start = SlowStart(self._page, self._limit, self._target_s, self._page)
-        self._held: deque[bool] = deque(
-            maxlen=RECENT
-        )  # steps of at most a page: within the target?
-        self._in_reach: deque[bool] = deque(
-            maxlen=RECENT
-        )  # choices: was there a size for the target?
+        # Of recent steps with at most a page of prefill: did they stay within the target?
+        self._held: deque[bool] = deque(maxlen=RECENT)
+        # Of recent choices: was there a size for the target?
+        self._in_reach: deque[bool] = deque(maxlen=RECENT)
         self.predicted_s: float | None = None
 
     @property
@@ -215,9 +214,6 @@ class SloChunkSizer:
             if shape.tokens <= self._page:
                 self._held.append(seconds <= self._target_s)
             self._slow_start.observe(seconds)
-
-
-NO_STATIC = 1 << 30
 
 
 def _mostly(flags: deque[bool]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from runtime.runner import StepOutput
 from runtime.scheduling.chunk_sizer import (
     ChunkLoad,
     ChunkSizer,
@@ -19,7 +20,7 @@ from runtime.scheduling.chunk_sizer import (
 )
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.step_time_model import StepShape, StepTimeModel, quantile, solve
-from tests.runtime.scheduling.scheduler_harness import config, request
+from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
 PAGE = 16
 
@@ -130,6 +131,45 @@ def test_an_infeasible_target_is_reported() -> None:
     serve(sizer, Device(1), prompts=4)
     assert sizer.feasible is False
     assert sizer.choose(ChunkLoad(0, 8, 1600)).tokens == PAGE, "prefill goes on all the same"
+
+
+@pytest.mark.parametrize(("target_ms", "feasible"), [(24.0, True), (11.0, False)])
+def test_the_scheduler_learns_from_what_steps_took(target_ms: float, feasible: bool) -> None:
+    """Eight streams while prompts arrive one after the other; times come in with the results."""
+    driver = Driver(
+        config(
+            page_size=PAGE,
+            capacity_tokens=32768,
+            chunked_prefill_size=128,
+            max_running_requests=16,
+            tpot_slo_ms=target_ms,
+        ),
+        checked=False,
+    )
+    device, inner, times = Device(3, 0.02), driver.device.run, []
+
+    def run(batch: ScheduleBatch) -> StepOutput:
+        output = inner(batch)
+        rows = batch.num_decode
+        context = sum(batch.starts[batch.num_prefill :]) + rows
+        history = batch.starts[0] if batch.num_prefill else 0
+        output.device_s = device.seconds(batch.prefill_tokens, history, rows, context)
+        if batch.kind == "mixed":
+            times.append(output.device_s)
+        return output
+
+    driver.device.run = run
+    assert driver.scheduler.statistics().slo_feasible is None
+    driver.add(*[request(f"stream{i}", 64, 2000) for i in range(8)])
+    for turn in range(700):
+        if turn % 60 == 20:
+            driver.add(request(f"prompt{turn}", 500, 1))
+        driver.step()
+    stats = driver.scheduler.statistics()
+    assert stats.slo_feasible is feasible
+    assert stats.predicted_step_s is not None
+    within = sum(t <= target_ms / 1000 for t in times) / len(times)
+    assert (within >= 0.95) is feasible
 
 
 def test_feasibility_is_unknown_before_steps_were_measured() -> None:

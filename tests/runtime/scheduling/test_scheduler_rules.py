@@ -444,6 +444,18 @@ class TestPriority:
         driver.run()
         assert driver.scheduler.counters.preemptions == 0
 
+    def test_a_long_prompt_being_cut_yields_and_goes_on_where_it_was(self) -> None:
+        driver = Driver(config(capacity_tokens=3001))
+        driver.add(request("long", 1000, 2))
+        for _ in range(4):
+            driver.step()
+        driver.add(request("urgent", 100, 2, priority=50))
+        driver.run()
+        assert list(driver.ended) == ["urgent", "long"]
+        assert driver.scheduler.counters.preemptions == 1
+        computed = sum(batch.prefill_tokens for batch in driver.batches)
+        assert computed == 1100, "what was computed of the long prompt stayed in the cache"
+
     def test_preemption_can_be_off(self) -> None:
         driver = Driver(config(max_running_requests=1, disable_priority_preemption=True))
         driver.add(request("low", 5, 20))
