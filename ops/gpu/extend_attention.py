@@ -196,7 +196,7 @@ def extend_tile(head_dim: int, itemsize: int, *, short: bool, large_shared: bool
     """
     wide = head_dim > 128
     if itemsize == 4:  # float32 has no tensor cores: it is for tests and for precision
-        return Tile(32, 32, 4, 1) if not wide else Tile(16, 32, 4, 1)
+        return Tile(16 if wide else 32, 32, 8, 1)
     if short:
         return Tile(64, 32 if wide else 64, 4, 2)
     if wide:

@@ -208,8 +208,8 @@ def _gumbel(bits):
 
 @triton.jit
 def _better(best, best_token, value, token):
-    """The larger value of each lane, the lower token among equals."""
-    wins = (value > best) | ((value == best) & (token < best_token))
+    """The larger value of each lane. A lane's tokens ascend, so among equals the lowest stays."""
+    wins = value > best
     return tl.where(wins, value, best), tl.where(wins, token, best_token)
 
 

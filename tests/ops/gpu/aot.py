@@ -225,7 +225,7 @@ def _elementwise(dtype: torch.dtype) -> None:
 
 _EXTEND = extend_attention.extend_attention
 _DECODE = decode_attention.decode_attention
-_BF16, _FP16 = torch.bfloat16, torch.float16
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Pairwise over head dimension, group, feature, type and tile; each is a shape that is launched.
 CASES: dict[str, Callable[[], None]] = {
@@ -242,6 +242,8 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_d128_g4": lambda: _attention(_DECODE, 128, 4, tokens=1, dtype=_BF16),
     "decode_d128_window": lambda: _attention(_DECODE, 128, 8, tokens=1, dtype=_BF16, window=128),
     "decode_d256_cap": lambda: _attention(_DECODE, 256, 24, tokens=1, dtype=_BF16, soft_cap=50.0),
+    "extend_d128_f32": lambda: _attention(_EXTEND, 128, 4, tokens=300, dtype=_FP32),
+    "decode_d128_f32": lambda: _attention(_DECODE, 128, 4, tokens=1, dtype=_FP32),
     "elementwise_bf16": lambda: _elementwise(_BF16),
     "sample_greedy": lambda: _sampling(greedy=True, filtered=False, extras=False),
     "sample_plain": lambda: _sampling(greedy=False, filtered=False, extras=False),

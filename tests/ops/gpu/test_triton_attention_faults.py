@@ -71,10 +71,10 @@ def test_slots_past_two_to_the_31_elements(op, page_size: int, huge: Tensor) -> 
 
 @OPS
 def test_queries_past_two_to_the_31_elements(op, huge: Tensor) -> None:
-    """Token times stride wraps in 32 bits: two queries that lie 2**31 elements apart."""
-    batch = _at_the_end(huge, 16, [40, 33])
-    q = huge.as_strided((2, 1, HEAD_DIM), (2**31, HEAD_DIM, 1))
-    q.copy_(torch.randn(2, 1, HEAD_DIM, generator=torch.Generator().manual_seed(0)))
+    """Token times stride wraps in 32 bits: three queries, each 2**30 elements after the last."""
+    batch = _at_the_end(huge, 16, [40, 33, 20])
+    q = huge.as_strided((3, 1, HEAD_DIM), (2**30, HEAD_DIM, 1))
+    q.copy_(torch.randn(3, 1, HEAD_DIM, generator=torch.Generator().manual_seed(0)))
     spec = AttentionSpec(0.125)
     expected = reference_attention(q, huge, huge, batch, spec)
     assert relative_error(op(q, huge, huge, batch, spec), expected) <= 2e-3
