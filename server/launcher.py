@@ -30,7 +30,7 @@ from server.metrics import Metrics
 from server.model_format import ModelFormat
 from server.openai_protocol import ApiLimits
 from server.service import Service
-from server.sockets import base_url, listen
+from server.sockets import BACKLOG, base_url, listen
 from server.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -190,7 +190,9 @@ async def serve(
     loop = asyncio.get_running_loop()
     assert app_runner.server is not None
     factory = service.connections.guard(app_runner.server)
-    servers = [await loop.create_server(factory, sock=sock, ssl=tls) for sock in sockets]
+    servers = [
+        await loop.create_server(factory, sock=sock, ssl=tls, backlog=BACKLOG) for sock in sockets
+    ]
     _announce(base_url(sockets, tls=tls is not None), service)
     await stop.wait()
     await _drain(service)
