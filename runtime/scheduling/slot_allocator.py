@@ -28,7 +28,8 @@ class SlotAllocator:
         self.page_size = page_size
         self.num_pages = capacity_tokens // page_size
         self.num_rows = num_rows
-        self._free_pages = list(range(self.num_pages - 1, 0, -1))
+        # An array, since the garbage collector walks through every entry of a list.
+        self._free_pages = array("i", range(self.num_pages - 1, 0, -1))
         self._free_rows = list(range(num_rows, 0, -1))
         self._deferred: dict[int, array[int]] = {}  # by step: pages free once it is committed
         self._num_deferred = 0
@@ -58,7 +59,7 @@ class SlotAllocator:
             raise InvariantError(f"{count} pages asked for, {len(free)} free")
         if not count:
             return array("i")
-        taken = array("i", free[: -count - 1 : -1])
+        taken = free[: -count - 1 : -1]
         del free[-count:]
         return taken
 
