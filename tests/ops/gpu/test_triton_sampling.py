@@ -86,6 +86,7 @@ def test_equal_logits_show_the_generators_integers() -> None:
 FILTERS = list(product([0, 1, 20, VOCAB], [1.0, 0.9, 0.3], [0.0, 0.2]))[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
 @pytest.mark.parametrize("step", [0.0, 1.0], ids=["distinct", "ties"])
 def test_filters_and_their_ties(step: float, top_k: int, top_p: float, min_p: float) -> None:
