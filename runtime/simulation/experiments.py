@@ -50,11 +50,11 @@ class Experiment:
 
 
 def readme_tables(progress: Callable[[str], None] = lambda _: None) -> str:
-    """Every comparison as a titled markdown table, with a sentence on each line of it."""
+    """Every comparison as a markdown table under its title, with a sentence on each line of it."""
     parts = []
     for experiment in EXPERIMENTS:
         arrivals = experiment.arrivals()
-        head = ["", *experiment.columns, "why"]
+        head = [f"**{experiment.title}**", *experiment.columns, "why"]
         rows = []
         for variant in experiment.variants:
             progress(f"{experiment.title}: {variant.name}")
@@ -66,8 +66,7 @@ def readme_tables(progress: Callable[[str], None] = lambda _: None) -> str:
             )
             figures = experiment.figures(result, summarize(result), variant)
             rows.append([variant.name, *figures, variant.why])
-        table = markdown_table(head, rows, left=(0, len(head) - 1))
-        parts.append(f"**{experiment.title}**\n\n{table}")
+        parts.append(markdown_table(head, rows, left=(0, len(head) - 1)))
     return "\n\n".join(parts)
 
 
