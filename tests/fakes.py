@@ -18,10 +18,11 @@ from server.app import make_app
 from server.args import ServerConfig
 from server.chat_template import ChatTemplate
 from server.launcher import Parts, make_service
-from server.sockets import listen
+from server.sockets import base_url, listen
 from server.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable
 
     from runtime.request import Request
@@ -150,22 +151,24 @@ def fake_runner(script: Callable[[Request, int], int] = counts, **options: Any) 
 
 
 @contextlib.asynccontextmanager
-async def fake_server(service: Service | None = None, **options: Any) -> AsyncIterator[FakeServer]:
+async def fake_server(
+    service: Service | None = None, *, tls: ssl.SSLContext | None = None, **options: Any
+) -> AsyncIterator[FakeServer]:
     """A server on a free port, and a client. options: of `make_fake_service`."""
     service = service or make_fake_service(**options)
     service.engine.start()
     runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None)
     await runner.setup()
     (sock,) = listen("127.0.0.1", 0)
-    port = sock.getsockname()[1]
+    url = base_url([sock], tls=tls is not None)
     assert runner.server is not None
     factory = service.connections.guard(runner.server)
-    server = await asyncio.get_running_loop().create_server(factory, sock=sock)
+    server = await asyncio.get_running_loop().create_server(factory, sock=sock, ssl=tls)
     simulated = service.engine.runner
     assert isinstance(simulated, SimRunner)
     try:
         async with ClientSession() as client:
-            yield FakeServer(f"http://127.0.0.1:{port}", service, simulated, client)
+            yield FakeServer(url, service, simulated, client)
     finally:
         await service.engine.stop()
         server.close()

@@ -133,7 +133,10 @@ class SimRunner:
             self._table[row, index] = page
         assert len(batch.rows) == len(batch.starts) == len(batch.lengths) == len(batch.requests)
         assert len(set(batch.rows)) == len(batch.rows), "a row is twice in a step"
-        assert sum(batch.lengths[: batch.num_prefill]) == len(batch.input_ids)
+        total = sum(batch.lengths[: batch.num_prefill])
+        assert total == len(batch.input_ids), (
+            f"prefill lengths sum to {total}, input_ids are {len(batch.input_ids)}"
+        )
         for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
             assert row > 0, "row 0 is reserved"
             assert length > 0
