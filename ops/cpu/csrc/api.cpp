@@ -169,7 +169,7 @@ int loom_attention(LoomContext* c, const void* q, int type, int64_t stride, int6
   AttentionCall call = {q,         type,      stride, head_stride, heads, kv_heads, dim, *pools,
                         pool_type, batch,     *spec,  out,         type,  heads * dim};
   c->tasks.clear();
-  plan_attention(*batch, heads / kv_heads, c->tasks);
+  plan_attention(*batch, {heads, kv_heads, dim}, c->team.size(), c->tasks);
   c->team.run([&](Worker& w) { attention(w, call, c->tasks); });
   return LOOM_OK;
 }

@@ -4,6 +4,7 @@
 
 #include "buffer.h"
 #include "linear.h"
+#include "tiles.h"
 
 namespace loom {
 
@@ -14,8 +15,9 @@ constexpr int64_t kTaskQueries = 96;
 constexpr float kNoMaximum = -1e30f;  // finite, so that differences of two of them are 0
 constexpr float kNegativeInfinity = -INFINITY;
 
-// What stands for a key or value that no query attends to.
-alignas(64) const float kZeros[256] = {};
+// What stands for a key or value that no query attends to: of every KV head that shares a task.
+constexpr int64_t kMaxTaskElements = 4096;
+alignas(64) const float kZeros[kMaxTaskElements] = {};
 
 // How the products are computed: what a query and a softmax weight are stored as, and how a tile's
 // rows become panels. Two value panels hold 32 dimensions in an order of their own, which
@@ -53,23 +55,34 @@ struct DotMath {
   // dimensions 8 i .. 8 i + 3 in the first panel and 8 i + 4 .. 8 i + 7 in the second.
   static void value_lines(const bf16* const* values, int line, int64_t d, int n, char* panel0,
                           char* panel1) {
-    __mmask32 in = n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1;
-    __m512i a = _mm512_maskz_loadu_epi16(in, values[2 * line] + d);
-    __m512i b = _mm512_maskz_loadu_epi16(in, values[2 * line + 1] + d);
+    const bf16 *even = values[2 * line] + d, *odd = values[2 * line + 1] + d;
+    __m512i a, b;
+    if (n >= 32) {
+      a = _mm512_loadu_si512(even);
+      b = _mm512_loadu_si512(odd);
+    } else {
+      a = _mm512_maskz_loadu_epi16((__mmask32(1) << n) - 1, even);
+      b = _mm512_maskz_loadu_epi16((__mmask32(1) << n) - 1, odd);
+    }
     _mm512_storeu_si512(panel0, _mm512_unpacklo_epi16(a, b));
     _mm512_storeu_si512(panel1, _mm512_unpackhi_epi16(a, b));
   }
   static void restore(float* out) {
-    float ordered[kPair];
-    for (int i = 0; i < 8; i++) memcpy(ordered + 4 * i, out + i % 2 * kPanel + i / 2 * 4, 16);
-    memcpy(out, ordered, sizeof(ordered));
+    __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    __m512 a = _mm512_loadu_ps(out), b = _mm512_loadu_ps(out + kPanel);
+    _mm512_storeu_ps(out, _mm512_permutex2var_ps(a, low, b));
+    _mm512_storeu_ps(out + kPanel, _mm512_permutex2var_ps(a, high, b));
   }
 };
 #endif
 
-// The keys and values of a tile of positions.
+// The keys and values of a tile of positions, as many as a query attends to, in whole pairs of
+// panels.
 template <class T>
 struct TileRows {
+  int count;
+  int64_t bytes;  // of a row: the task's KV heads lie side by side
   const T *key[kKeyTile], *value[kKeyTile];
 };
 
@@ -94,6 +107,11 @@ struct Span {
   int64_t first_tile() const { return begin / kKeyTile * kKeyTile; }
 };
 
+// Keys of a tile in whole pairs of panels.
+int whole_pairs(int64_t keys) {
+  return int(std::min<int64_t>((keys + kPair - 1) / kPair * kPair, kKeyTile));
+}
+
 // Where a tile's keys and values are. Positions outside the span give zeros, so that what lies
 // there (a page of somebody else, a NaN) is never read.
 template <class T>
@@ -101,7 +119,8 @@ void locate(const AttentionCall& c, const Span& span, int64_t kv_head, int64_t t
             TileRows<T>& rows) {
   int64_t page_size = c.batch->page_size, step = c.kv_heads * c.dim;
   int64_t page = tile / page_size, offset = tile % page_size;
-  for (int i = 0; i < kKeyTile; i++) {
+  rows.count = whole_pairs(span.end - tile);
+  for (int i = 0; i < rows.count; i++) {
     bool in = tile + i >= span.begin && tile + i < span.end;
     int64_t slot = in ? span.pages[page] * page_size + offset : 0;
     int64_t at = slot * step + kv_head * c.dim;
@@ -114,14 +133,15 @@ void locate(const AttentionCall& c, const Span& span, int64_t kv_head, int64_t t
   }
 }
 
-// One task on one KV head: pointers into the thread's scratch, and the walk over the keys.
+// One task: pointers into the thread's scratch, and the walk over the keys.
 template <class Math, class T>
 class Walk {
  public:
-  Walk(const AttentionCall& call, const AttentionTask& task, int64_t kv_head, Buffer& scratch)
+  Walk(const AttentionCall& call, const AttentionTask& task, Buffer& scratch)
       : c_(call),
         span_(*call.batch, task, call.spec.window),
-        kv_head_(kv_head),
+        first_head_(task.first_head),
+        kv_heads_(task.kv_heads),
         group_(call.heads / call.kv_heads),
         queries_(task.count * group_),
         wide_((call.dim + kPair - 1) / kPair * kPair) {
@@ -136,32 +156,39 @@ class Walk {
   // scattered over the pool, where no hardware prefetcher finds them.
   template <class Following>
   void run(TileRows<T>*& now, TileRows<T>*& ahead, Following&& following) {
-    start();
+    for (int64_t head = 0; head < kv_heads_; head++) start(head);
     for (int64_t tile = span_.first_tile(); tile < span_.end; tile += kKeyTile) {
       if (tile + kKeyTile < span_.end) {
-        locate(c_, span_, kv_head_, tile + kKeyTile, *ahead);
+        locate(c_, span_, first_head_, tile + kKeyTile, *ahead);
+        ahead->bytes = kv_heads_ * c_.dim * int64_t(sizeof(T));
       } else {
         following(*ahead);
       }
-      fill_keys(*now, *ahead);
-      fill_values(*now, *ahead);
-      for (int64_t q = 0; q < queries_; q += kRowTile) {
-        int rows = int(std::min<int64_t>(kRowTile, queries_ - q));
-        if (sees(q, rows, tile)) update(q, rows, tile);
+      coming_ = ahead;
+      fetched_ = 0;
+      for (int64_t head = 0; head < kv_heads_; head++) {
+        fill_keys(*now, head * c_.dim);
+        fill_values(*now, head * c_.dim);
+        for (int64_t q = 0; q < queries_; q += kRowTile) {
+          int rows = int(std::min<int64_t>(kRowTile, queries_ - q));
+          if (sees(q, rows, tile)) update(head, q, rows, tile);
+        }
       }
+      fetch(2 * kKeyTile);
       std::swap(now, ahead);
     }
-    write();
+    for (int64_t head = 0; head < kv_heads_; head++) write(head);
   }
 
  private:
   using X = typename Math::X;
 
   void lay_out(Arena& arena) {
-    q_ = arena.take<X>(queries_ * wide_);
-    out_ = arena.take<float>(queries_ * wide_);
-    sum_ = arena.take<float>(queries_ * kLanes);
-    maximum_ = arena.take<float>(queries_);
+    int64_t all = kv_heads_ * queries_;
+    q_ = arena.take<X>(all * wide_);
+    out_ = arena.take<float>(all * wide_);
+    sum_ = arena.take<float>(all * kLanes);
+    maximum_ = arena.take<float>(all);
     keys_ = arena.take<char>(kKeyTile / kPanel * key_panel_bytes());
     values_ = arena.take<char>(wide_ / kPanel * value_panel_bytes());
     scores_ = arena.take<float>(kRowTile * kKeyTile);
@@ -175,54 +202,73 @@ class Walk {
 
   int64_t position_of(int64_t query) const { return span_.position + query / group_; }
 
-  // Gathers the queries; query i is head i % group of token i / group. A sink is a logit without a
-  // value: it starts the maximum and the sum.
-  void start() {
-    std::fill(out_, out_ + queries_ * wide_, 0.0f);
-    std::fill(sum_, sum_ + queries_ * kLanes, 0.0f);
+  // A query's place in the scratch: `query` counts within a KV head.
+  int64_t at(int64_t head, int64_t query) const { return head * queries_ + query; }
+
+  // Gathers the queries of a KV head; query i is its head i % group of token i / group. A sink is a
+  // logit without a value: it starts the maximum and the sum.
+  void start(int64_t head) {
+    std::fill(out_ + at(head, 0) * wide_, out_ + at(head, queries_) * wide_, 0.0f);
+    std::fill(sum_ + at(head, 0) * kLanes, sum_ + at(head, queries_) * kLanes, 0.0f);
     for (int64_t i = 0; i < queries_; i++) {
-      int64_t head = kv_head_ * group_ + i % group_, token = span_.token + i / group_;
-      int64_t from = token * c_.q_stride + head * c_.q_head_stride;
+      int64_t q_head = (first_head_ + head) * group_ + i % group_, token = span_.token + i / group_;
+      int64_t from = token * c_.q_stride + q_head * c_.q_head_stride;
       for (int64_t d = 0; d < c_.dim; d += kLanes) {
         int n = int(std::min<int64_t>(kLanes, c_.dim - d));
         F16 x = c_.q_type == LOOM_BF16 ? load_n((const bf16*)c_.q + from + d, n)
                                        : load_n((const float*)c_.q + from + d, n);
-        store_n(q_ + i * wide_ + d, x, n);
+        store_n(q_ + at(head, i) * wide_ + d, x, n);
       }
-      maximum_[i] = c_.spec.sinks ? c_.spec.sinks[head] * kLog2e : kNoMaximum;
-      if (c_.spec.sinks) sum_[i * kLanes] = 1.0f;
+      maximum_[at(head, i)] = c_.spec.sinks ? c_.spec.sinks[q_head] * kLog2e : kNoMaximum;
+      if (c_.spec.sinks) sum_[at(head, i) * kLanes] = 1.0f;
     }
   }
 
-  void fetch(const T* row) const {
-    for (int64_t d = 0; d < c_.dim; d += 64 / int64_t(sizeof(T))) {
-      _mm_prefetch((const char*)(row + d), _MM_HINT_T1);
+  // Requests up to `rows` more of the rows to come. A few at a time, between other work: many at
+  // once fill the queue of outstanding misses and everything waits.
+  void fetch(int rows) {
+    int end = std::min(fetched_ + rows, 2 * coming_->count);
+    for (; fetched_ < end; fetched_++) {
+      int i = fetched_ - coming_->count;
+      auto* row = (const char*)(i < 0 ? coming_->key[fetched_] : coming_->value[i]);
+      for (int64_t byte = 0; byte < coming_->bytes; byte += 64) prefetch(row + byte);
     }
   }
 
-  void fill_keys(const TileRows<T>& now, const TileRows<T>& ahead) {
+  void fill_keys(const TileRows<T>& now, int64_t offset) {
     constexpr int dims = kLanes * Math::k_per_line;  // of a line of 16 words
-    for (int p = 0; p < kKeyTile; p += kPanel) {
+    for (int p = 0; p < now.count; p += kPanel) {
       char* panel = keys_ + p / kPanel * key_panel_bytes();
-      for (int i = 0; i < kPanel; i++) fetch(ahead.key[p + i]);
       for (int64_t d = 0; d < c_.dim; d += dims) {
         int n = int(std::min<int64_t>(dims, c_.dim - d));
         F16 block[kPanel];
-        for (int i = 0; i < kPanel; i++) block[i] = Math::words(now.key[p + i] + d, n);
+#pragma GCC unroll 16
+        for (int i = 0; i < kPanel; i++) block[i] = Math::words(now.key[p + i] + offset + d, n);
         transpose(block);
         float* to = (float*)(panel + 64 * (d / Math::k_per_line));
-        for (int i = 0; i < n / Math::k_per_line; i++) store(to + kPanel * i, block[i]);
+        if (n == dims) {
+#pragma GCC unroll 16
+          for (int i = 0; i < kPanel; i++) store(to + kPanel * i, block[i]);
+        } else {
+          for (int i = 0; i < n / Math::k_per_line; i++) store(to + kPanel * i, block[i]);
+        }
+        fetch(4);
       }
     }
   }
 
-  void fill_values(const TileRows<T>& now, const TileRows<T>& ahead) {
-    for (int line = 0; line < value_lines(); line++) {
-      for (int i = 0; i < Math::k_per_line; i++) fetch(ahead.value[line * Math::k_per_line + i]);
-      for (int64_t d = 0; d < wide_; d += kPair) {
-        char* panel = values_ + d / kPanel * value_panel_bytes() + 64 * line;
-        int n = int(std::min<int64_t>(kPair, c_.dim - d));
-        Math::value_lines(now.value, line, d, n, panel, panel + value_panel_bytes());
+  void fill_values(const TileRows<T>& now, int64_t offset) {
+    int lines = now.count / Math::k_per_line;
+    for (int64_t d = 0; d < wide_; d += kPair) {
+      char* panel = values_ + d / kPanel * value_panel_bytes();
+      int n = int(std::min<int64_t>(kPair, c_.dim - d));
+      for (int line = 0; line < lines; line += 4) {
+        fetch(2);
+#pragma GCC unroll 4
+        for (int i = line; i < line + 4; i++) {
+          char* to = panel + 64 * i;
+          Math::value_lines(now.value, i, offset + d, n, to, to + value_panel_bytes());
+        }
       }
     }
   }
@@ -233,32 +279,38 @@ class Walk {
     return c_.spec.window <= 0 || tile + kKeyTile > position_of(query) - c_.spec.window + 1;
   }
 
-  void update(int64_t query, int rows, int64_t tile) {
-    Tile t = {(const char*)(q_ + query * wide_), wide_ * int64_t(sizeof(X)), nullptr, nullptr,
+  void update(int64_t head, int64_t query, int rows, int64_t tile) {
+    // Later keys have weight 0 for all of these queries, and adding 0 changes no sum.
+    int keys = whole_pairs(position_of(query + rows - 1) + 1 - tile);
+    Tile t = {(const char*)(q_ + at(head, query) * wide_), wide_ * int64_t(sizeof(X)), nullptr, nullptr,
               key_lines(), nullptr, kKeyTile, false, nullptr, nullptr};
-    for (int p = 0; p < kKeyTile / kPanel; p += 2) {
+    for (int p = 0; p < keys / kPanel; p += 2) {
       t.panel0 = keys_ + p * key_panel_bytes();
       t.panel1 = t.panel0 + key_panel_bytes();
       t.out = scores_ + p * kPanel;
       Math::tile(rows, t);
+      fetch(8);
     }
-    for (int r = 0; r < rows; r++) soften(query + r, r, tile);
+    for (int r = 0; r < rows; r++) {
+      soften(at(head, query + r), position_of(query + r), r, tile, keys);
+      fetch(8);
+    }
     t = {(const char*)weights_, kKeyTile * int64_t(sizeof(X)), nullptr, nullptr,
-         value_lines(), nullptr, wide_, true, nullptr, nullptr};
+         keys / Math::k_per_line, nullptr, wide_, true, nullptr, nullptr};
     for (int64_t d = 0; d < wide_; d += kPair) {
       t.panel0 = values_ + d / kPanel * value_panel_bytes();
       t.panel1 = t.panel0 + value_panel_bytes();
-      t.out = out_ + query * wide_ + d;
+      t.out = out_ + at(head, query) * wide_ + d;
       Math::tile(rows, t);
+      fetch(8);
     }
   }
 
   // One step of the online softmax, in powers of two: turns a row of scores into weights and
   // rescales the row's sum and output to the new maximum.
-  void soften(int64_t query, int r, int64_t tile) {
-    constexpr int parts = kKeyTile / kLanes;
-    F16 s[parts], top = splat(kNegativeInfinity);
-    int64_t position = position_of(query);
+  void soften(int64_t query, int64_t position, int r, int64_t tile, int keys) {
+    int parts = keys / kLanes;
+    F16 s[kKeyTile / kLanes], top = splat(kNegativeInfinity);
     int hi = int(std::min<int64_t>(position + 1 - tile, kKeyTile)), lo = 0;
     if (c_.spec.window > 0) {
       lo = int(std::clamp<int64_t>(position - c_.spec.window + 1 - tile, 0, kKeyTile));
@@ -293,19 +345,20 @@ class Walk {
     store(sum_ + query * kLanes, sum);
   }
 
-  void write() const {
+  void write(int64_t head) const {
     for (int64_t i = 0; i < queries_; i++) {
-      int64_t head = kv_head_ * group_ + i % group_, token = span_.token + i / group_;
-      int64_t at = token * c_.out_stride + head * c_.dim;
-      F16 inverse = splat(1.0f / sum(load(sum_ + i * kLanes)));
-      for (int64_t d = 0; d < wide_; d += kPair) Math::restore(out_ + i * wide_ + d);
+      int64_t q_head = (first_head_ + head) * group_ + i % group_, token = span_.token + i / group_;
+      int64_t to = token * c_.out_stride + q_head * c_.dim;
+      float* out = out_ + at(head, i) * wide_;
+      F16 inverse = splat(1.0f / sum(load(sum_ + at(head, i) * kLanes)));
+      for (int64_t d = 0; d < wide_; d += kPair) Math::restore(out + d);
       for (int64_t d = 0; d < c_.dim; d += kLanes) {
         int n = int(std::min<int64_t>(kLanes, c_.dim - d));
-        F16 y = load(out_ + i * wide_ + d) * inverse;
+        F16 y = load(out + d) * inverse;
         if (c_.out_type == LOOM_BF16) {
-          store_n((bf16*)c_.out + at + d, y, n);
+          store_n((bf16*)c_.out + to + d, y, n);
         } else {
-          store_n((float*)c_.out + at + d, y, n);
+          store_n((float*)c_.out + to + d, y, n);
         }
       }
     }
@@ -313,10 +366,12 @@ class Walk {
 
   const AttentionCall& c_;
   Span span_;
-  int64_t kv_head_, group_, queries_, wide_;
+  int64_t first_head_, kv_heads_, group_, queries_, wide_;
   X *q_, *weights_;
   float *out_, *sum_, *maximum_, *scores_;
   char *keys_, *values_;
+  const TileRows<T>* coming_ = nullptr;
+  int fetched_ = 0;
 };
 
 template <class T>
@@ -328,20 +383,21 @@ void run_tasks(Worker& worker, const AttentionCall& c, const std::vector<Attenti
 #endif
   static thread_local Buffer scratch;
   TileRows<T> two[2], *now = &two[0], *ahead = &two[1];
-  int64_t count = int64_t(tasks.size()) * c.kv_heads, i = worker.id();
-  auto first_rows = [&](int64_t task, TileRows<T>& rows) {
-    Span span(*c.batch, tasks[size_t(task / c.kv_heads)], c.spec.window);
-    locate(c, span, task % c.kv_heads, span.first_tile(), rows);
+  int64_t count = int64_t(tasks.size()), i = worker.id();
+  auto first_rows = [&](const AttentionTask& task, TileRows<T>& rows) {
+    Span span(*c.batch, task, c.spec.window);
+    locate(c, span, task.first_head, span.first_tile(), rows);
+    rows.bytes = task.kv_heads * c.dim * int64_t(sizeof(T));
   };
-  if (i < count) first_rows(i, *now);
+  if (i < count) first_rows(tasks[size_t(i)], *now);
   while (i < count) {
     int64_t next = worker.claim();
-    Walk<Math, T> walk(c, tasks[size_t(i / c.kv_heads)], i % c.kv_heads, scratch);
+    Walk<Math, T> walk(c, tasks[size_t(i)], scratch);
     walk.run(now, ahead, [&](TileRows<T>& rows) {
       if (next < count) {
-        first_rows(next, rows);
+        first_rows(tasks[size_t(next)], rows);
       } else {
-        rows = *now;  // nothing to come: what is in the cache costs nothing
+        rows.count = 0;
       }
     });
     i = next;
@@ -351,13 +407,22 @@ void run_tasks(Worker& worker, const AttentionCall& c, const std::vector<Attenti
 
 }  // namespace
 
-void plan_attention(const LoomBatch& batch, int64_t queries_per_key,
+void plan_attention(const LoomBatch& batch, const AttentionShape& shape, int threads,
                     std::vector<AttentionTask>& out) {
-  int32_t tokens = int32_t(std::max<int64_t>(1, kTaskQueries / queries_per_key));
+  int64_t group = shape.heads / shape.kv_heads;
+  int32_t tokens = int32_t(std::max<int64_t>(1, kTaskQueries / group));
+  // A decode row's KV heads lie side by side in the pool; read together they are long stretches of
+  // memory, several times as fast as one head's pieces. With few rows the threads share the heads.
+  bool together = batch.batch >= 4 * threads &&
+                  shape.kv_heads * shape.dim <= kMaxTaskElements;
   for (int32_t row = 0; row < batch.batch; row++) {
     int32_t end = batch.qo_indptr[row + 1];
     for (int32_t first = batch.qo_indptr[row]; first < end; first += tokens) {
-      out.push_back({row, first, std::min(tokens, end - first)});
+      int32_t count = std::min(tokens, end - first);
+      int32_t heads = together && count * group <= kRowTile ? int32_t(shape.kv_heads) : 1;
+      for (int32_t head = 0; head < shape.kv_heads; head += heads) {
+        out.push_back({row, first, count, head, heads});
+      }
     }
   }
 }

@@ -35,17 +35,23 @@ struct AttentionCall {
   int64_t out_stride;
 };
 
-// Some consecutive new tokens of one row: the queries that share a walk over the keys.
+// Some consecutive new tokens of one row and some KV heads: queries that share walks over the keys.
 struct AttentionTask {
   int32_t row;    // batch row
   int32_t first;  // token of the step
   int32_t count;
+  int32_t first_head, kv_heads;
+};
+
+struct AttentionShape {
+  int64_t heads, kv_heads, dim;
 };
 
 // Appends the tasks of a step; the same for all layers.
-void plan_attention(const LoomBatch& batch, int64_t queries_per_key, std::vector<AttentionTask>& out);
+void plan_attention(const LoomBatch& batch, const AttentionShape& shape, int threads,
+                    std::vector<AttentionTask>& out);
 
-// Runs the tasks for every KV head; ends the phase.
+// Runs the tasks; ends the phase.
 void attention(Worker& worker, const AttentionCall& call, const std::vector<AttentionTask>& tasks);
 
 }  // namespace loom

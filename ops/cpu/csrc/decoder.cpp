@@ -295,7 +295,8 @@ LoomStatus check_step(const LoomDecoder& d, const LoomStep& s) {
 void run_step(Team& team, const LoomDecoder& decoder, const LoomStep& step, Buffer& scratch,
               std::vector<AttentionTask>& tasks) {
   tasks.clear();
-  plan_attention(step.batch, decoder.heads / decoder.kv_heads, tasks);
+  AttentionShape shape = {decoder.heads, decoder.kv_heads, decoder.head_dim};
+  plan_attention(step.batch, shape, team.size(), tasks);
   Step whole(decoder, step, team.size(), scratch, tasks);
   team.run([&](Worker& worker) { whole.run(worker); });
 }
