@@ -208,7 +208,7 @@ async def serve(
 def make_service(config: ServerConfig, parts: Parts) -> Service:
     """The parts of a server, put together; its engine is not started yet."""
     runner, scheduler, tokenizer = parts.runner, parts.scheduler, parts.tokenizer
-    metrics = Metrics(parts.model_name, scheduler.statistics)
+    metrics = Metrics(parts.model_name, scheduler.statistics, scheduler.waited_seconds)
     engine = Engine(runner, scheduler, tokenizer, metrics, overlap=not config.disable_overlap)
     limits = ApiLimits(
         model=parts.model_name,

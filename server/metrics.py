@@ -20,8 +20,9 @@ from prometheus_client.core import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from runtime.request import Request
     from runtime.scheduling.statistics import SchedulerStatistics
     from runtime.step_records import StepRecord
     from server.sequence import Sequence as OutputSequence
@@ -62,10 +63,12 @@ class Metrics:
 
     Args:
         statistics: asks the scheduler, when /metrics is read.
+        waited_seconds: asks it how long a request has waited, by what it waited for.
     """
 
     model_name: str
     statistics: Callable[[], SchedulerStatistics]
+    waited_seconds: Callable[[Request], Mapping[str, float]]
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -83,6 +86,7 @@ class Metrics:
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     time_per_output_token: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     request_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     step_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
@@ -101,6 +105,7 @@ class Metrics:
         sequence.first_token_s = now
         request = sequence.request
         self.time_to_first_token.observe(now - sequence.arrival_s)
+        self.queue_time.observe(sum(self.waited_seconds(request).values()))
         self.prompt_tokens += len(request.input_ids)
         self.cached_tokens += request.cached_tokens
 
@@ -246,7 +251,8 @@ class _Snapshot:
             ("loomserve:refused_requests", "Error answers, by status", "status", m.rejected),
             (
                 "loomserve:wait_seconds",
-                "Seconds that requests waited, by what blocked them",
+                "Seconds for which each term kept the queue's head from being admitted"
+                " (next_pass runs while nothing waits, too)",
                 "term",
                 waits,
             ),
@@ -274,6 +280,11 @@ class _Snapshot:
                 "vllm:request_time_per_output_token_seconds sglang:time_per_output_token_seconds",
                 "Mean time per token after the first, per request",
                 m.time_per_output_token,
+            ),
+            (
+                "vllm:request_queue_time_seconds sglang:queue_time_seconds",
+                "Time in the queue, until the first token",
+                m.queue_time,
             ),
             (
                 "vllm:e2e_request_latency_seconds sglang:e2e_request_latency_seconds",

@@ -94,6 +94,12 @@ async def test_counters_agree_with_the_usage_of_the_answers():
         assert grown("vllm:request_success_total", finished_reason="length") == 5
         assert grown("sglang:num_requests_total") == 5
         assert grown("vllm:time_to_first_token_seconds_count") == 5
+        assert grown("vllm:request_queue_time_seconds_count") == 5
+        queued, first = (
+            grown("vllm:request_queue_time_seconds_sum"),
+            grown("vllm:time_to_first_token_seconds_sum"),
+        )
+        assert 0 <= queued <= first
         # One interval fewer than tokens, per request.
         intervals = sum(usage["completion_tokens"] - 1 for usage in usages)
         assert grown("vllm:inter_token_latency_seconds_count") == intervals
