@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> Report:
     from scripts import _gpu_correctness as correctness
     from scripts import _gpu_models as models
     from scripts import _gpu_speed as speed
+    from scripts._gpu_ops import single_ops
 
     tiny = options.tiny
     device = models.open_target(options.device)
@@ -95,6 +96,8 @@ def run(options: argparse.Namespace) -> Report:
         report.check(correctness.check_sampling(device, tiny=tiny))
         limits = speed.measure_limits(device, tiny=tiny)
         report.results["limits"] = asdict(limits)
+        report.note("single ops")
+        report.results["ops"] = single_ops(device, limits, tiny=tiny)
         report.note("extend attention")
         report.results["extend_attention"] = speed.extend_attention_rates(
             device,
@@ -148,6 +151,12 @@ def table(results: dict[str, Any]) -> str:
         "",
         f"{results['machine']['device']}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s,"
         f" matmul {limits['matmul_flops'] / 1e12:.0f} TFLOP/s",
+        "",
+        "op                            rows        us   bytes, us",
+        *(
+            f"{row['op']:28} {row['rows']:5d} {row['us']:9.1f} {row['byte_floor_us']:11.1f}"
+            for row in results["ops"]
+        ),
         "",
         "extend attention   prefix    new   TFLOP/s   flash   share",
     ]

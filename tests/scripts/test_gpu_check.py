@@ -56,6 +56,7 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         assert any(name.startswith(part) for name in verdicts)
     for part in ("graph of 4 replays 3 rows", "tokens with no overlap", "teacher forcing"):
         assert part in verdicts
+    assert {row["op"] for row in results["ops"]} >= {"rms_norm", "rotary", "sample greedy"}
     measured = results["models"]["tiny"]
     assert [row["batch"] for row in measured["decode"]] == [1, 4]
     assert set(measured["idle"]) == {"overlap", "synchronous"}
