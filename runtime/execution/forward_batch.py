@@ -107,6 +107,46 @@ def make_forward_batch(
     )
 
 
+def host_forward_batch(
+    batch: ScheduleBatch, prompt_tokens: np.ndarray, table: ReqToTokenPool, next_tokens: Tensor
+) -> ForwardBatch:
+    """`make_forward_batch` where the device's memory is the host's: in numpy, whose calls cost a
+    fraction of torch's. A decode step of a small model has nothing to hide them behind."""
+    rows, starts, lengths = _view(batch.rows), _view(batch.starts), _view(batch.lengths)
+    sampled, page_size = _view(batch.sampled), table.page_size
+    indptr = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=indptr[1:])
+    kv_lens = starts + lengths
+    pages, newest = table.table.numpy(), next_tokens.numpy()
+    if len(batch.table_rows):
+        pages[_view(batch.table_rows), _view(batch.table_indices)] = _view(batch.table_pages)
+    positions = np.arange(indptr[-1], dtype=np.int64)
+    positions += np.repeat(starts - indptr[:-1], lengths)
+    slots = pages[np.repeat(rows, lengths), positions // page_size].astype(np.int64)
+    slots *= page_size
+    slots += positions % page_size
+    input_ids = np.concatenate((_view(batch.input_ids), newest[rows[batch.num_prefill :]]))
+    logit_tokens = np.concatenate((indptr[1:][sampled] - 1, prompt_tokens))
+    as_tensor = torch.from_numpy
+    return ForwardBatch(
+        input_ids=as_tensor(input_ids.astype(np.int64, copy=False)),
+        positions=as_tensor(positions),
+        slots=as_tensor(slots),
+        attention=AttentionBatch(
+            block_table=table.table,
+            rows=as_tensor(rows.copy()),  # the batch's own arrays are read-only
+            qo_indptr=as_tensor(indptr),
+            kv_lens=as_tensor(kv_lens),
+            page_size=page_size,
+            max_q_len=int(lengths.max()),
+            max_kv_len=int(kv_lens.max()),
+        ),
+        logit_tokens=as_tensor(logit_tokens.astype(np.int64)),
+        sampled_rows=as_tensor(rows[sampled].astype(np.int64)),
+        sample_positions=as_tensor(_view(batch.positions).astype(np.int64)),
+    )
+
+
 def decode_forward_batch(
     rows: Tensor,
     kv_lens: Tensor,

@@ -11,6 +11,7 @@ import torch
 from runtime.execution.forward_batch import (
     ForwardBatch,
     decode_forward_batch,
+    host_forward_batch,
     make_forward_batch,
     prompt_token_indices,
 )
@@ -168,9 +169,14 @@ class ModelStep:
         runner, batch = self._runner, self._batch
         prompt_tokens, self._prompt_counts = prompt_token_indices(batch)
         self._fences[0].record()
-        self._forward = make_forward_batch(
-            batch, prompt_tokens, runner.staging, runner.table, runner.next_tokens
-        )
+        if runner.device.queued:
+            self._forward = make_forward_batch(
+                batch, prompt_tokens, runner.staging, runner.table, runner.next_tokens
+            )
+        else:
+            self._forward = host_forward_batch(
+                batch, prompt_tokens, runner.table, runner.next_tokens
+            )
         runner.sampler.take_over(batch)
         if len(prompt_tokens):
             self._logits = self._with_prompt_logprobs(len(prompt_tokens))
