@@ -26,6 +26,7 @@ struct FloatMath {
   using X = float;
   static constexpr int k_per_line = 1;
   static void tile(int rows, const Tile& t) { tile_float(rows, t); }
+  static void wide_tile(int rows, const Tile& t) { tile_float_wide(rows, t); }
 
   template <class T>
   static F16 words(const T* row, int n) {
@@ -46,6 +47,7 @@ struct DotMath {
   using X = bf16;
   static constexpr int k_per_line = 2;
   static void tile(int rows, const Tile& t) { tile_bf16(rows, t); }
+  static void wide_tile(int rows, const Tile& t) { tile_bf16_wide(rows, t); }
 
   // Up to sixteen pairs of a key's dimensions.
   static F16 words(const bf16* row, int n) {
@@ -282,26 +284,28 @@ class Walk {
   void update(int64_t head, int64_t query, int rows, int64_t tile) {
     // Later keys have weight 0 for all of these queries, and adding 0 changes no sum.
     int keys = whole_pairs(position_of(query + rows - 1) + 1 - tile);
-    Tile t = {(const char*)(q_ + at(head, query) * wide_), wide_ * int64_t(sizeof(X)), nullptr, nullptr,
-              key_lines(), nullptr, kKeyTile, false, nullptr, nullptr};
-    for (int p = 0; p < keys / kPanel; p += 2) {
-      t.panel0 = keys_ + p * key_panel_bytes();
-      t.panel1 = t.panel0 + key_panel_bytes();
-      t.out = scores_ + p * kPanel;
-      Math::tile(rows, t);
-      fetch(8);
-    }
+    Tile t = {(const char*)(q_ + at(head, query) * wide_), wide_ * int64_t(sizeof(X)), nullptr,
+              nullptr, key_lines(), nullptr, kKeyTile, false, nullptr, nullptr};
+    multiply(t, rows, keys_, key_panel_bytes(), keys, scores_);
     for (int r = 0; r < rows; r++) {
       soften(at(head, query + r), position_of(query + r), r, tile, keys);
       fetch(8);
     }
     t = {(const char*)weights_, kKeyTile * int64_t(sizeof(X)), nullptr, nullptr,
          keys / Math::k_per_line, nullptr, wide_, true, nullptr, nullptr};
-    for (int64_t d = 0; d < wide_; d += kPair) {
-      t.panel0 = values_ + d / kPanel * value_panel_bytes();
-      t.panel1 = t.panel0 + value_panel_bytes();
-      t.out = out_ + at(head, query) * wide_ + d;
-      Math::tile(rows, t);
+    multiply(t, rows, values_, value_panel_bytes(), wide_, out_ + at(head, query) * wide_);
+  }
+
+  // A row tile times all panels, `columns` outputs.
+  void multiply(Tile t, int rows, const char* panels, int64_t panel_bytes, int64_t columns,
+                float* out) {
+    for (int64_t column = 0; column < columns;) {
+      t.panel0 = panels + column / kPanel * panel_bytes;
+      t.panel1 = t.panel0 + panel_bytes;
+      t.out = out + column;
+      bool wide = rows <= kWideRowTile && columns - column >= 2 * kPair;
+      wide ? Math::wide_tile(rows, t) : Math::tile(rows, t);
+      column += wide ? 2 * kPair : kPair;
       fetch(8);
     }
   }

@@ -15,15 +15,15 @@ namespace {
 template <int N>
 using TileTable = std::array<TileFunction, N>;
 
-template <size_t... R>
+template <int panels, size_t... R>
 constexpr TileTable<sizeof...(R)> float_table(std::index_sequence<R...>) {
-  return {tile_f32<R + 1>...};
+  return {tile_f32<R + 1, panels>...};
 }
 
-template <size_t... R>
+template <int panels, size_t... R>
 constexpr TileTable<sizeof...(R)> bf16_table(std::index_sequence<R...>) {
 #if defined(__AVX512BF16__)
-  return {tile_bf16_by_dot<R + 1>...};
+  return {tile_bf16_by_dot<R + 1, panels>...};
 #else
   return {tile_bf16_by_fma<R + 1>...};
 #endif
@@ -34,8 +34,9 @@ constexpr TileTable<sizeof...(R)> quantized_table(std::index_sequence<R...>) {
   return {tile_quantized<kind, R + 1>...};
 }
 
-constexpr auto kFloatTiles = float_table(std::make_index_sequence<kRowTile>());
-constexpr auto kBf16Tiles = bf16_table(std::make_index_sequence<kRowTile>());
+constexpr auto kFloatTiles = float_table<2>(std::make_index_sequence<kRowTile>());
+constexpr auto kFloatWideTiles = float_table<4>(std::make_index_sequence<kWideRowTile>());
+constexpr auto kBf16Tiles = bf16_table<2>(std::make_index_sequence<kRowTile>());
 constexpr auto kInt8Tiles =
     quantized_table<LOOM_KIND_INT8>(std::make_index_sequence<kQuantizedRowTile>());
 constexpr auto kInt4Tiles =
@@ -69,9 +70,13 @@ int64_t lines_of(int kind, int64_t k) {
 }  // namespace
 
 void tile_float(int rows, const Tile& tile) { kFloatTiles[size_t(rows - 1)](tile); }
+void tile_float_wide(int rows, const Tile& tile) { kFloatWideTiles[size_t(rows - 1)](tile); }
 
 #if defined(__AVX512BF16__)
+constexpr auto kBf16WideTiles = bf16_table<4>(std::make_index_sequence<kWideRowTile>());
+
 void tile_bf16(int rows, const Tile& tile) { kBf16Tiles[size_t(rows - 1)](tile); }
+void tile_bf16_wide(int rows, const Tile& tile) { kBf16WideTiles[size_t(rows - 1)](tile); }
 #endif
 
 Format input_format([[maybe_unused]] int kind) {

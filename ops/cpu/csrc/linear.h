@@ -98,11 +98,19 @@ void tile_float(int rows, const Tile& tile);
 #if defined(__AVX512BF16__)
 void tile_bf16(int rows, const Tile& tile);
 #endif
-// Rows of a tile that fit the registers; `rows` above is at most this.
+// The same over four panels at equal distances, 64 outputs: with few rows, two panels' sums are
+// too few to hide the latency of a product.
+void tile_float_wide(int rows, const Tile& tile);
+#if defined(__AVX512BF16__)
+void tile_bf16_wide(int rows, const Tile& tile);
+#endif
+// Rows of a tile, and of a wide tile, that fit the registers.
 #if defined(__AVX512F__)
 constexpr int kRowTile = 12;
+constexpr int kWideRowTile = 6;
 #else
 constexpr int kRowTile = 3;
+constexpr int kWideRowTile = 1;
 #endif
 
 // dst[j] = a * activation(gate[j]) * up[j] for 16 lanes.

@@ -71,7 +71,7 @@ void tile_quantized(const Tile& t) {
   const char *scales0 = t.panel0 + 64 * t.steps, *scales1 = t.panel1 + 64 * t.steps;
   const char* next0 = t.prefetch0 ? t.prefetch0 : t.panel0;
   const char* next1 = t.prefetch1 ? t.prefetch1 : t.panel1;
-  Accumulators<R> acc;
+  Accumulators<R, 2> acc;
   acc.start(t);
   for (int64_t g = 0; g < groups; g++) {
     const GroupOfRow* of_row[R];
@@ -119,7 +119,7 @@ void tile_quantized(const Tile& t) {
   using G = Group<kind>;
   int64_t groups = t.steps / G::lines;
   const char *scales0 = t.panel0 + 64 * t.steps, *scales1 = t.panel1 + 64 * t.steps;
-  Accumulators<R> acc;
+  Accumulators<R, 2> acc;
   acc.start(t);
   for (int64_t g = 0; g < groups; g++) {
     F16 sums[R][2];

@@ -1,4 +1,4 @@
-// Register tiles: R rows by two panels of accumulators, one line of each panel per step.
+// Register tiles: R rows by P panels of accumulators, one line of each panel per step.
 #pragma once
 
 #include "linear.h"
@@ -7,26 +7,35 @@ namespace loom {
 
 inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
-template <int R>
+template <int R, int P>
 struct Accumulators {
-  F16 a[R][2];
+  F16 a[R][P];
 
   void start(const Tile& t) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-      a[r][0] = t.accumulate ? load(t.out + r * t.out_stride) : splat(0.0f);
-      a[r][1] = t.accumulate ? load(t.out + r * t.out_stride + kPanel) : splat(0.0f);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; p++) {
+        a[r][p] = t.accumulate ? load(t.out + r * t.out_stride + p * kPanel) : splat(0.0f);
+      }
     }
   }
 
   void finish(const Tile& t) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-      store(t.out + r * t.out_stride, a[r][0]);
-      store(t.out + r * t.out_stride + kPanel, a[r][1]);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; p++) store(t.out + r * t.out_stride + p * kPanel, a[r][p]);
     }
   }
 };
+
+// Where panel p of a tile is. The third and fourth panel follow at the distance of the second.
+template <int P>
+inline const char* panel_of(const Tile& t, int p) {
+  if (P == 2) return p == 0 ? t.panel0 : t.panel1;
+  return t.panel0 + p * (t.panel1 - t.panel0);
+}
 
 // Calls step(s) for every line s while the lines to prefetch are requested.
 template <class Step>
@@ -42,17 +51,19 @@ inline void walk(const Tile& t, Step&& step) {
 }
 
 // x float, panels float.
-template <int R>
+template <int R, int P>
 void tile_f32(const Tile& t) {
-  Accumulators<R> acc;
+  Accumulators<R, P> acc;
   acc.start(t);
   walk(t, [&](int64_t s) {
-    F16 b0 = load((const float*)(t.panel0 + 64 * s)), b1 = load((const float*)(t.panel1 + 64 * s));
+    F16 b[P];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++) b[p] = load((const float*)(panel_of<P>(t, p) + 64 * s));
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       F16 x = splat(((const float*)(t.x + r * t.x_stride))[s]);
-      acc.a[r][0] = fma(x, b0, acc.a[r][0]);
-      acc.a[r][1] = fma(x, b1, acc.a[r][1]);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; p++) acc.a[r][p] = fma(x, b[p], acc.a[r][p]);
     }
   });
   acc.finish(t);
@@ -61,7 +72,7 @@ void tile_f32(const Tile& t) {
 // x float, panels bfloat16 pairs.
 template <int R>
 void tile_bf16_by_fma(const Tile& t) {
-  Accumulators<R> acc;
+  Accumulators<R, 2> acc;
   acc.start(t);
   walk(t, [&](int64_t s) {
     const char *line0 = t.panel0 + 64 * s, *line1 = t.panel1 + 64 * s;
@@ -80,20 +91,23 @@ void tile_bf16_by_fma(const Tile& t) {
 
 #if defined(__AVX512BF16__)
 // x bfloat16, panels bfloat16 pairs: one instruction adds two products per lane.
-template <int R>
+template <int R, int P>
 void tile_bf16_by_dot(const Tile& t) {
-  Accumulators<R> acc;
+  Accumulators<R, P> acc;
   acc.start(t);
   walk(t, [&](int64_t s) {
-    __m512bh b0 = (__m512bh)_mm512_loadu_si512(t.panel0 + 64 * s);
-    __m512bh b1 = (__m512bh)_mm512_loadu_si512(t.panel1 + 64 * s);
+    __m512bh b[P];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++) {
+      b[p] = (__m512bh)_mm512_loadu_si512(panel_of<P>(t, p) + 64 * s);
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       int pair;
       memcpy(&pair, t.x + r * t.x_stride + 4 * s, 4);
       __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-      acc.a[r][0].v = _mm512_dpbf16_ps(acc.a[r][0].v, x, b0);
-      acc.a[r][1].v = _mm512_dpbf16_ps(acc.a[r][1].v, x, b1);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; p++) acc.a[r][p].v = _mm512_dpbf16_ps(acc.a[r][p].v, x, b[p]);
     }
   });
   acc.finish(t);
