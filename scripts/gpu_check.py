@@ -183,12 +183,15 @@ def table(results: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if options.device == "cpu":
         # Before Triton is imported, whose library reads it at import.
         os.environ["TRITON_INTERPRET"] = "1"
         # exp of a large number is inf, and 1 / inf the right 0; numpy, which interprets, warns.
         warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+        from tests.ops.gpu.interpreter import patch_loop_bounds
+
+        patch_loop_bounds()
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():

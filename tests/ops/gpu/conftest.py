@@ -8,8 +8,12 @@ import pytest
 import torch
 import triton
 
+from tests.ops.gpu.interpreter import patch_loop_bounds
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+patch_loop_bounds()
 
 
 @pytest.fixture(autouse=True)

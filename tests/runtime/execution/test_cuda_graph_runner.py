@@ -17,6 +17,7 @@ from runtime.execution.cuda_graph_runner import CudaGraphRunner, EagerRecorder, 
 from runtime.execution.forward_batch import decode_forward_batch
 from runtime.request import Request, SamplingParams
 from runtime.scheduling.schedule_batch import ScheduleBatch
+from tests.ops.gpu.interpreter import patch_loop_bounds
 from tests.ops.gpu.tiny_decoder import PAGE_SIZE, SPEC, make_device, make_runner
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from runtime.execution.model_runner import ModelRunner
+
+patch_loop_bounds()
 
 ROWS = 8
 KV_LENS = [1, 4, 5, 30, 64, 17, 100, 2]
@@ -109,6 +112,15 @@ def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
     graphs = CudaGraphRunner(EagerRecorder(), spy_on_decoding([]), [1, 2, 4, 8], 256, device)
     taken = {rows: graphs.padded_size(rows) for rows in range(1, 10)}
     assert taken == {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8, 9: None}
+
+
+def test_all_sizes_share_one_output_buffer() -> None:
+    """A buffer for each would take gigabytes at large vocabularies."""
+    device = torch.device("cpu")
+    graphs = CudaGraphRunner(EagerRecorder(), spy_on_decoding([]), [1, 2, 4], 256, device)
+    outputs = [replay() for replay in graphs._replays.values()]
+    assert [len(output) for output in outputs] == [4, 2, 1]
+    assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
 
 
 @pytest.mark.parametrize("rows", [[3], [5, 1, 7, 2], [6, 4, 8, 2, 1]], ids=str)
