@@ -44,12 +44,15 @@ class GenerationFailed(LoomserveError):
 class Usage:
     """Tokens of a request. The prompt of several choices counts once.
 
-    Args: cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    Args:
+        cached_tokens: prompt tokens whose KV was found in the prefix cache.
+        wait_seconds: what the choices waited for and how long, summed; None: not asked for.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    wait_seconds: dict[str, float] | None = None
 
 
 class Generation:
@@ -105,7 +108,15 @@ class Generation:
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=self._completion_tokens,
             cached_tokens=sum(request.cached_tokens for request in first_choices),
+            wait_seconds=self._wait_seconds() if self.params.include_wait_times else None,
         )
+
+    def _wait_seconds(self) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for request in self._stream.requests:
+            for term, seconds in self._generator.engine.scheduler.waited_seconds(request).items():
+                total[term] = total.get(term, 0.0) + seconds
+        return total
 
     def abort(self, message: str | None = None) -> None:
         """Ends the choices that are still running. Does nothing once all have ended."""

@@ -87,6 +87,7 @@ class Metrics:
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     time_per_output_token: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     queue_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    wait_time: dict[str, Histogram] = field(default_factory=dict)  # by what was waited for
     request_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     step_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
@@ -105,7 +106,10 @@ class Metrics:
         sequence.first_token_s = now
         request = sequence.request
         self.time_to_first_token.observe(now - sequence.arrival_s)
-        self.queue_time.observe(sum(self.waited_seconds(request).values()))
+        waited = self.waited_seconds(request)
+        self.queue_time.observe(sum(waited.values()))
+        for term, seconds in waited.items():
+            self.wait_time.setdefault(term, Histogram(LATENCY_S)).observe(seconds)
         self.prompt_tokens += len(request.input_ids)
         self.cached_tokens += request.cached_tokens
 
@@ -303,6 +307,14 @@ class _Snapshot:
                 family = HistogramMetricFamily(name, help, labels=["model_name"])
                 family.add_metric([self._label], histogram.buckets(), histogram.sum)
                 yield family
+        family = HistogramMetricFamily(
+            "loomserve:request_wait_seconds",
+            "Time in the queue until the first token, per request and term waited for",
+            labels=["model_name", "term"],
+        )
+        for term, histogram in m.wait_time.items():
+            family.add_metric([self._label, term], histogram.buckets(), histogram.sum)
+        yield family
 
     def _family(
         self,

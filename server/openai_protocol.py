@@ -52,6 +52,7 @@ class GenerationParams:
     Args:
         n: choices to return. best_of: choices to generate, the likeliest n of which are returned.
         sampling: `seed` None means a seed drawn per choice; `bad_words` is filled in by the core.
+        include_wait_times: the usage says what the request waited for, and how long.
         echo: the answer begins with the prompt.
         hide_output: max_tokens was 0, so nothing of what is generated shows (echo, for scoring).
         hide_logprobs: sampling.logprobs is set for the server's own sake (best_of).
@@ -62,6 +63,7 @@ class GenerationParams:
     sampling: SamplingParams
     stream: bool = False
     include_usage: bool = False
+    include_wait_times: bool = False
     n: int = 1
     best_of: int = 1
     stops: StopRules = field(default_factory=StopRules)
@@ -239,6 +241,7 @@ def generation_params(
         ),
         stream=fields.boolean("stream"),
         include_usage=usage,
+        include_wait_times=fields.boolean("include_wait_times"),
         n=n,
         best_of=best_of or n,
         stops=compile_stops(

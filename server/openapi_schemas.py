@@ -101,6 +101,7 @@ SCHEDULING: dict[str, Schema] = {
     "priority": described("larger is served first", between(-(2**31), 2**31 - 1, kind="integer")),
     "cache_salt": described("requests of different salts share no cached prefix", STRING),
     "timeout": described("seconds from arrival to the end; 0: the server's", between(0)),
+    "include_wait_times": described("usage says what the request waited for", BOOLEAN),
     "user": STRING,
 }
 STREAM: dict[str, Schema] = {
