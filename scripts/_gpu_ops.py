@@ -93,7 +93,7 @@ def single_ops(device: Device, limits: Limits, *, tiny: bool) -> list[dict[str, 
     """Microseconds of each op for 1 and for 64 rows, and of moving its bytes."""
     results: list[dict[str, float | str]] = []
     for rows in (1,) if tiny else (1, 64):
-        sizes = (64, 211, 20) if tiny else (4096, 128_256, 2048)
+        sizes = (64, 211, 20) if tiny else (4096, 128_256, 1024)
         for name, call, moved in _ops(device, rows, *sizes):
             seconds = _call_seconds(device, call, 1 if tiny else _CALLS)
             results.append(

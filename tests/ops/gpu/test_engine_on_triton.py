@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ops.cpu.op_set import CpuOps
 from ops.gpu.op_set import GpuOps
 from runtime.config import SchedulerConfig
+from runtime.execution.cuda_graph_runner import CudaGraphRunner, EagerRecorder
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 from tests.ops.gpu.tiny_decoder import PAGE_SIZE, SPEC, make_device, make_runner
@@ -26,9 +28,16 @@ PROMPTS = {
 LATER = {"cached": [*SHARED, 44, 45]}
 
 
-def generate(ops: CpuOps | GpuOps, *, overlap: bool) -> list[Run]:
-    """The prompts in chunks of 16 tokens beside running rows, then one that finds a prefix."""
+def generate(ops: CpuOps | GpuOps, *, overlap: bool, graphs: bool = False) -> list[Run]:
+    """The prompts in chunks of 16 tokens beside running rows, then one that finds a prefix.
+
+    graphs: decode steps go through the graph runner, recorded as a CPU can.
+    """
     runner = make_runner(make_device(ops))
+    if graphs:
+        runner.graphs = CudaGraphRunner(
+            EagerRecorder(), runner.decode_logits, [2, 4], 256, torch.device("cpu")
+        )
     scheduler = Scheduler(
         SchedulerConfig(
             capacity_tokens=512,
@@ -47,9 +56,13 @@ def generate(ops: CpuOps | GpuOps, *, overlap: bool) -> list[Run]:
     return runs
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
-def test_greedy_tokens_equal_those_of_the_cpu_ops(overlap: bool) -> None:
-    first, second = generate(GpuOps(), overlap=overlap)
+@pytest.mark.parametrize(
+    ("overlap", "graphs"),
+    [(True, False), (False, False), (True, True)],
+    ids=["overlap", "synchronous", "overlap and graphs"],
+)
+def test_greedy_tokens_equal_those_of_the_cpu_ops(overlap: bool, graphs: bool) -> None:
+    first, second = generate(GpuOps(), overlap=overlap, graphs=graphs)
     assert first.steps["mixed"] >= 2  # chunks of the long prompt beside the others' decode rows
     assert first.steps["decode"] >= 1
     assert second.cached_tokens >= PAGE_SIZE * 4
