@@ -14,6 +14,7 @@ namespace {
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 // -log(-log(1 - 2^-24)): no noise is larger.
 constexpr float kLargestNoise = 16.64f;
+constexpr size_t kFewCandidates = 64;
 
 F16 gumbel(F16 uniform) {
   F16 zero = splat(0.0f);
@@ -29,12 +30,18 @@ struct Peak {
   bool bad() const { return nan || value == kNegativeInfinity; }
 };
 
+// Sixteen logits from `i` on; past the vocabulary there is -inf.
+F16 lanes_at(const float* logits, int64_t i, int64_t vocab) {
+  if (i + kLanes <= vocab) return load(logits + i);
+  int n = int(std::max<int64_t>(0, vocab - i));
+  return keep_between(load_n(logits + i, n), 0, n, splat(kNegativeInfinity));
+}
+
 Peak find_peak(const float* logits, int64_t vocab) {
   Peak peak;
   F16 top = splat(kNegativeInfinity), poison = splat(0.0f);
   for (int64_t i = 0; i < vocab; i += kLanes) {
-    int n = int(std::min<int64_t>(kLanes, vocab - i));
-    F16 x = keep_between(load_n(logits + i, n), 0, n, splat(kNegativeInfinity));
+    F16 x = lanes_at(logits, i, vocab);
     top = max(top, x);
     // NaN * 0 is NaN; so is infinity * 0, hence the clamp (which keeps a NaN).
     poison = fma(min(splat(1e30f), max(splat(-1e30f), x)), splat(0.0f), poison);
@@ -44,7 +51,10 @@ Peak find_peak(const float* logits, int64_t vocab) {
   if (peak.nan) return peak;
   peak.value = hmax(top);
   if (peak.bad()) return peak;
-  peak.best = std::find(logits, logits + vocab, peak.value) - logits;
+  float below = std::nextafter(peak.value, kNegativeInfinity);
+  int64_t block = 0;
+  while (!any_above(lanes_at(logits, block, vocab), below)) block += kLanes;
+  peak.best = std::find(logits + block, logits + vocab, peak.value) - logits;
   return peak;
 }
 
@@ -95,7 +105,7 @@ class Filtering {
       : scaled_(scaled), vocab_(vocab), top_(top), filter_(filter) {}
 
   const std::vector<Candidate>& run() {
-    if (filter_.top_k <= 0) total_ = mass_above(kNegativeInfinity);
+    if (filter_.top_k <= 0) weigh();
     gather();
     if (filter_.top_k > 0 && filter_.top_k < int64_t(kept_.size())) {
       std::nth_element(kept_.begin(), kept_.begin() + filter_.top_k, kept_.end());
@@ -103,65 +113,78 @@ class Filtering {
     }
     std::sort(kept_.begin(), kept_.end());
     if (filter_.top_k > 0) {
-      total_ = 0;
-      for (const Candidate& c : kept_) total_ += weight(c.value);
+      float e[kLanes];
+      for (size_t i = 0; i < kept_.size(); i++) {
+        if (i % kLanes == 0) weights(i, e);
+        total_ += e[i % kLanes];
+      }
     }
     cut();
     return kept_;
   }
 
  private:
-  float weight(float value) const {
-    float lanes[kLanes];
-    store(lanes, exp(splat(value - top_)));
-    return lanes[0];
-  }
-
-  double mass_above(float threshold) const {
-    double total = 0;
-    for (int64_t i = 0; i < vocab_; i += kLanes) {
-      int n = int(std::min<int64_t>(kLanes, vocab_ - i));
-      float lanes[kLanes];
-      F16 x = keep_between(load_n(scaled_ + i, n), 0, n, splat(kNegativeInfinity));
-      if (hmax(x) <= threshold) continue;
-      store(lanes, exp(x - splat(top_)));
-      for (int j = 0; j < n; j++) total += scaled_[i + j] > threshold ? lanes[j] : 0.0f;
+  // Sums of exp(logit - top): of all tokens, and of those within each of `kDistances` of the top.
+  void weigh() {
+    constexpr int64_t block = 64 * kLanes;  // summed in float, then in double
+    for (int64_t begin = 0; begin < vocab_; begin += block) {
+      F16 sums[1 + kNear];
+      for (F16& sum : sums) sum = splat(0.0f);
+      for (int64_t i = begin; i < std::min(begin + block, vocab_); i += kLanes) {
+        F16 x = lanes_at(scaled_, i, vocab_), e = exp(x - splat(top_));
+        sums[0] = sums[0] + e;
+        for (int j = 0; j < kNear; j++) {
+          sums[1 + j] = sums[1 + j] + where_above(x, top_ - kDistances[j], e, splat(0.0f));
+        }
+      }
+      total_ += double(sum(sums[0]));
+      for (int j = 0; j < kNear; j++) near_[j] += double(sum(sums[1 + j]));
     }
-    return total;
   }
 
   void collect(float threshold) {
     kept_.clear();
-    for (int64_t i = 0; i < vocab_; i++) {
-      if (scaled_[i] > threshold) kept_.push_back({scaled_[i], int32_t(i)});
+    for (int64_t i = 0; i < vocab_; i += kLanes) {
+      if (!any_above(lanes_at(scaled_, i, vocab_), threshold)) continue;
+      for (int64_t j = i; j < std::min(i + kLanes, vocab_); j++) {
+        if (scaled_[j] > threshold) kept_.push_back({scaled_[j], int32_t(j)});
+      }
     }
   }
 
   // Collects a superset of what is kept: the tokens within some distance of the best one, tried
   // with growing distances, since sorting the whole vocabulary costs milliseconds.
   void gather() {
-    for (float distance : {4.0f, 8.0f, 16.0f}) {
-      float threshold = top_ - distance;
+    for (int j = 0; j < kNear; j++) {
       if (filter_.top_k > 0) {
-        collect(threshold);
+        collect(top_ - kDistances[j]);
         if (int64_t(kept_.size()) >= filter_.top_k) return;
-      } else if (filter_.top_p < 1 ? mass_above(threshold) > filter_.top_p * total_ * (1 + 1e-6)
-                                   : std::exp(-distance) < filter_.min_p * 0.999f) {
-        collect(threshold);
+      } else if (filter_.top_p < 1 ? near_[j] > filter_.top_p * total_ * (1 + 1e-5)
+                                   : std::exp(-kDistances[j]) < filter_.min_p * 0.999f) {
+        collect(top_ - kDistances[j]);
         return;
       }
     }
     collect(kNegativeInfinity);
   }
 
+  // exp(logit - top) of up to sixteen kept tokens from `begin` on.
+  void weights(size_t begin, float out[kLanes]) const {
+    size_t n = std::min<size_t>(kLanes, kept_.size() - begin);
+    for (size_t i = 0; i < n; i++) out[i] = kept_[begin + i].value;
+    store_n(out, exp(load_n(out, int(n)) - splat(top_)), int(n));
+  }
+
   // top-p keeps what has less than top_p before it, min-p what is not too far below the best;
   // both keep a prefix of the order, and at least the best.
   void cut() {
     double before = 0;
-    float best = float(weight(kept_[0].value) / total_);
+    float e[kLanes], best = 0;
     size_t keep = 0;
     for (; keep < kept_.size(); keep++) {
-      float p = float(weight(kept_[keep].value) / total_);
+      if (keep % kLanes == 0) weights(keep, e);
+      float p = float(e[keep % kLanes] / total_);
+      if (keep == 0) best = p;
       bool in_mass = filter_.top_p >= 1 || keep == 0 || before < double(filter_.top_p);
       if (!in_mass || p < filter_.min_p * best) break;
       before += double(p);
@@ -173,7 +196,9 @@ class Filtering {
   int64_t vocab_;
   float top_;
   Filter filter_;
-  double total_ = 0;
+  static constexpr int kNear = 4;
+  static constexpr float kDistances[kNear] = {3.0f, 6.0f, 9.0f, 14.0f};
+  double total_ = 0, near_[kNear] = {};
   std::vector<Candidate> kept_;
 };
 
@@ -228,6 +253,18 @@ int64_t draw(const float* scaled, int64_t vocab, int64_t peak, const Philox& phi
   return chosen;
 }
 
+// A draw among what the filters keep. Random numbers come in blocks of 64 tokens, so with many kept
+// tokens whole blocks are drawn.
+int64_t draw_filtered(float* scaled, int64_t vocab, float top, Filter filter,
+                      const Philox& philox) {
+  Filtering filtering(scaled, vocab, top, filter);
+  const std::vector<Candidate>& kept = filtering.run();
+  if (kept.size() <= kFewCandidates) return draw_among(kept, philox);
+  std::fill(scaled, scaled + vocab, kNegativeInfinity);
+  for (const Candidate& c : kept) scaled[c.id] = c.value;
+  return draw(scaled, vocab, kept[0].id, philox);
+}
+
 int64_t sample_row(float* logits, const LoomSampling& s, int64_t row, const int32_t* mask_bits) {
   bool penalized = s.state_rows && s.state_rows[row] >= 0;
   if (penalized) penalize(logits, s, row);
@@ -241,7 +278,7 @@ int64_t sample_row(float* logits, const LoomSampling& s, int64_t row, const int3
     Philox philox(s.seed[row], s.position[row]);
     Filter filter = {s.top_k[row], s.top_p[row], s.min_p[row]};
     float top = logits[peak.best];
-    chosen = filter.on() ? draw_among(Filtering(logits, s.vocab, top, filter).run(), philox)
+    chosen = filter.on() ? draw_filtered(logits, s.vocab, top, filter, philox)
                          : draw(logits, s.vocab, peak.best, philox);
   }
   if (penalized && chosen >= 0) s.output_counts[s.state_rows[row] * s.vocab + chosen]++;

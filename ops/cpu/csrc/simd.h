@@ -51,9 +51,16 @@ inline __mmask16 first(int n) {
 
 inline F16 splat(float x) { return {_mm512_set1_ps(x)}; }
 inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline F16 load_n(const float* p, int n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
+// The first n lanes, zeros in the others. Whole rows are far more frequent than their ends, and an
+// access without a mask is cheaper.
+inline F16 load_n(const float* p, int n) {
+  return n >= kLanes ? load(p) : F16{_mm512_maskz_loadu_ps(first(n), p)};
+}
 inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
-inline void store_n(float* p, F16 a, int n) { _mm512_mask_storeu_ps(p, first(n), a.v); }
+inline void store_n(float* p, F16 a, int n) {
+  if (n >= kLanes) return store(p, a);
+  _mm512_mask_storeu_ps(p, first(n), a.v);
+}
 
 inline F16 widen(__m256i x) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))};
@@ -71,9 +78,14 @@ inline __m256i narrow(F16 a) {
 #endif
 }
 inline F16 load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
-inline F16 load_n(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
+inline F16 load_n(const bf16* p, int n) {
+  return n >= kLanes ? load(p) : widen(_mm256_maskz_loadu_epi16(first(n), p));
+}
 inline void store(bf16* p, F16 a) { _mm256_storeu_si256((__m256i*)p, narrow(a)); }
-inline void store_n(bf16* p, F16 a, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(a)); }
+inline void store_n(bf16* p, F16 a, int n) {
+  if (n >= kLanes) return store(p, a);
+  _mm256_mask_storeu_epi16(p, first(n), narrow(a));
+}
 inline F16 load_half(const half* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 }
@@ -101,6 +113,9 @@ inline F16 exponent(F16 x) { return {_mm512_getexp_ps(x.v)}; }
 inline F16 where_above(F16 x, float limit, F16 a, F16 b) {
   __mmask16 above = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_GT_OQ);
   return {_mm512_mask_blend_ps(above, b.v, a.v)};
+}
+inline bool any_above(F16 x, float limit) {
+  return _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
 }
 // Lanes lo <= i < hi of a, `other` elsewhere.
 inline F16 keep_between(F16 a, int lo, int hi, F16 other) {
@@ -161,6 +176,7 @@ inline __m256i first8(int n) {
 inline F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline F16 load_n(const float* p, int n) {
+  if (n >= kLanes) return load(p);
   return {_mm256_maskload_ps(p, first8(n)), _mm256_maskload_ps(p + 8, first8(n - 8))};
 }
 inline void store(float* p, F16 a) {
@@ -168,6 +184,7 @@ inline void store(float* p, F16 a) {
   _mm256_storeu_ps(p + 8, a.hi);
 }
 inline void store_n(float* p, F16 a, int n) {
+  if (n >= kLanes) return store(p, a);
   _mm256_maskstore_ps(p, first8(n), a.lo);
   _mm256_maskstore_ps(p + 8, first8(n - 8), a.hi);
 }
@@ -191,14 +208,16 @@ inline void store(bf16* p, F16 a) {
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
 }
 inline F16 load_n(const bf16* p, int n) {
+  if (n >= kLanes) return load(p);
   bf16 t[16] = {};
-  if (n > 0) memcpy(t, p, size_t(n > 16 ? 16 : n) * 2);
+  if (n > 0) memcpy(t, p, size_t(n) * 2);
   return load(t);
 }
 inline void store_n(bf16* p, F16 a, int n) {
+  if (n >= kLanes) return store(p, a);
   bf16 t[16];
   store(t, a);
-  if (n > 0) memcpy(p, t, size_t(n > 16 ? 16 : n) * 2);
+  if (n > 0) memcpy(p, t, size_t(n) * 2);
 }
 inline F16 load_half(const half* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
@@ -267,6 +286,11 @@ inline F16 where_above(F16 x, float limit, F16 a, F16 b) {
   __m256 l = _mm256_set1_ps(limit);
   return {_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, l, _CMP_GT_OQ)),
           _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, l, _CMP_GT_OQ))};
+}
+inline bool any_above(F16 x, float limit) {
+  __m256 l = _mm256_set1_ps(limit);
+  __m256 lo = _mm256_cmp_ps(x.lo, l, _CMP_GT_OQ), hi = _mm256_cmp_ps(x.hi, l, _CMP_GT_OQ);
+  return _mm256_movemask_ps(_mm256_or_ps(lo, hi)) != 0;
 }
 inline __m256 keep_between8(__m256 a, int lo, int hi, __m256 other) {
   __m256i in = _mm256_andnot_si256(first8(lo), first8(hi));
