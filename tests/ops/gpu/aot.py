@@ -61,9 +61,13 @@ POINTERS = {
 }
 
 
+_COPIES = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?, 0x([0-9a-f]+)")
+
+
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel needs on one target; spills are bytes of stack (NVIDIA) or registers (AMD)."""
+    """What one kernel needs on one target; spills are bytes of stack (NVIDIA) or registers (AMD),
+    copy_bytes the widths of its asynchronous copies to shared memory (NVIDIA)."""
 
     kernel: str
     target: str
@@ -72,6 +76,7 @@ class Compiled:
     spills: int
     wgmma: bool
     approximate_log: bool
+    copy_bytes: list[int]
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         spills=spills,
         wgmma="wgmma" in ptx,
         approximate_log="lg2.approx" in ptx,
+        copy_bytes=sorted({int(width, 16) for width in _COPIES.findall(ptx)}),
     )
 
 
