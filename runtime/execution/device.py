@@ -117,7 +117,7 @@ class Device:
         """The values on the device, by a copy that the host does not wait for: one from pageable
         memory would block it until the step in flight is done."""
         host = torch.from_numpy(values)
-        if self.pinned:
+        if self.pinned and values.size:
             host = host.pin_memory()
         return host.to(self.torch_device, non_blocking=True)
 
