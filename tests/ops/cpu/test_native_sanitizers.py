@@ -1,12 +1,14 @@
-"""The kernels run clean under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""The kernels run clean under the sanitizers of the compiler: AddressSanitizer and
+UndefinedBehaviorSanitizer together, and ThreadSanitizer.
 
 The tests of this folder run again in a process of their own on instrumented kernels: an access
-outside a tensor or an undefined operation ends that process.
+outside a tensor, an undefined operation or an unordered access of two threads fails that process.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +18,10 @@ import pytest
 from ops.cpu import build
 
 FOLDER = Path(__file__).parent
-FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fno-omit-frame-pointer"
-RUNTIMES = ("libasan.so", "libubsan.so")
+MEMORY = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fno-omit-frame-pointer"
+THREADS = "-fsanitize=thread -O1"
 
-# A program that reads one element past its memory: shows that the set-up finds such an access.
+# Programs with a fault, which show that the set-up finds it.
 OVERRUN = """
 #include <stdlib.h>
 int main(int argc, char**) {
@@ -28,50 +30,91 @@ int main(int argc, char**) {
   return ((volatile int*)x)[3 + argc];
 }
 """
+RACE = """
+#include <thread>
+int x;
+int main() {
+  std::thread other([] { x++; });
+  x++;
+  other.join();
+}
+"""
+
+pytestmark = pytest.mark.slow
 
 
-def runtime_libraries() -> list[str]:
-    """The sanitizers' runtimes, which must be loaded before anything else."""
+def runtimes(*names: str) -> str:
+    """The sanitizers' libraries, which must be loaded before anything else."""
     compiler = build.find_compiler()
-    command = [compiler, "-print-file-name="]
     found = []
-    for name in RUNTIMES:
-        command[1] = f"-print-file-name={name}"
+    for name in names:
+        command = [compiler, f"-print-file-name={name}"]
         path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         if not Path(path).is_absolute():
             pytest.skip(f"{compiler} has no {name}")
         found.append(path)
-    return found
+    return " ".join(found)
 
 
-@pytest.mark.slow
-def test_a_fault_is_found(tmp_path: Path) -> None:
-    runtime_libraries()
-    source, program = tmp_path / "overrun.cpp", tmp_path / "overrun"
-    source.write_text(OVERRUN)
-    compile_it = [build.find_compiler(), *FLAGS.split(), str(source), "-o", str(program)]
-    subprocess.run(compile_it, check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "overrun.cpp" in done.stderr
+def without_random_addresses() -> list[str]:
+    """A command prefix: ThreadSanitizer expects memory where it usually is."""
+    prefix = ["setarch", "-R"]
+    if not shutil.which("setarch") or subprocess.run([*prefix, "true"], check=False).returncode:
+        pytest.skip("addresses cannot be fixed here")
+    return prefix
 
 
-@pytest.mark.slow
-def test_the_kernels_run_clean() -> None:
-    paths = build.available_paths()
-    if not paths:
-        pytest.skip("this CPU has no native instruction path")
+def run_tests(
+    flags: str, libraries: str, files: list[str], paths: list[str], prefix: list[str]
+) -> None:
     environment = os.environ | {
-        "LD_PRELOAD": " ".join(runtime_libraries()),
-        "LOOMSERVE_TEST_KERNEL_FLAGS": FLAGS,
+        "LD_PRELOAD": libraries,
+        "LOOMSERVE_TEST_KERNEL_FLAGS": flags,
         # The interpreter and torch keep memory until the process ends.
         "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1",
         "OMP_NUM_THREADS": "1",
     }
-    files = [str(p) for p in sorted(FOLDER.glob("test_native_*.py")) if p != Path(__file__)]
-    # The first path and the last share no vector code.
-    wanted = f"{paths[0]} or {paths[-1]}"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-k", wanted, *files]
+    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow"]
+    command += ["-k", " or ".join(paths), *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "passed" in done.stdout
+
+
+def available_paths() -> list[str]:
+    paths = build.available_paths()
+    if not paths:
+        pytest.skip("this CPU has no native instruction path")
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("flags", "program", "report"),
+    [(MEMORY, OVERRUN, "fault.cpp"), (THREADS, RACE, "data race")],
+    ids=["memory", "threads"],
+)
+def test_a_fault_is_found(flags: str, program: str, report: str, tmp_path: Path) -> None:
+    runtimes("libasan.so", "libubsan.so", "libtsan.so")
+    prefix = without_random_addresses()
+    source, binary = tmp_path / "fault.cpp", tmp_path / "fault"
+    source.write_text(program)
+    compiler = [build.find_compiler(), *flags.split(), "-g", "-pthread", str(source)]
+    subprocess.run([*compiler, "-o", str(binary)], check=True)
+    done = subprocess.run([*prefix, str(binary)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert report in done.stderr
+
+
+def test_the_kernels_stay_inside_their_memory() -> None:
+    paths = available_paths()
+    files = [str(p) for p in sorted(FOLDER.glob("test_native_*.py")) if p != Path(__file__)]
+    # The first path and the last share no vector code.
+    chosen = sorted({paths[0], paths[-1]})
+    run_tests(MEMORY, runtimes("libasan.so", "libubsan.so"), files, chosen, [])
+
+
+def test_the_threads_of_a_step_do_not_race() -> None:
+    files = [str(FOLDER / f"test_native_{name}.py") for name in ("decoder", "sampling")]
+    prefix = without_random_addresses()
+    run_tests(THREADS, runtimes("libtsan.so"), files, available_paths()[:1], prefix)
