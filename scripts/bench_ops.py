@@ -51,7 +51,7 @@ LINEARS = [((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HEADS * DIM)]
 LINEARS += [(2 * INNER, HIDDEN), (HIDDEN, INNER)]
 WEIGHTS = LAYERS * sum(n * k for n, k in LINEARS) + VOCAB * HIDDEN
 # Bytes of a weight with its scales, and bfloat16 operations that one of its products takes.
-KINDS = {None: (2.0, 1.0), "int8": (1.03, 0.5), "int4": (0.625, 0.5), "float32": (4.0, 2.0)}
+KINDS = {None: (2.0, 1.0), "int8": (1.0625, 0.5), "int4": (0.625, 0.5), "float32": (4.0, 2.0)}
 SPEC = AttentionSpec(DIM**-0.5)
 
 

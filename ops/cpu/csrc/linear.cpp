@@ -58,8 +58,6 @@ Tiles tiles_of(int kind) {
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-int group_of(int kind) { return kind == LOOM_KIND_INT8 ? kInt8Group : kInt4Group; }
-
 bool is_quantized(int kind) { return kind == LOOM_KIND_INT8 || kind == LOOM_KIND_INT4; }
 
 int64_t lines_of(int kind, int64_t k) {
@@ -90,7 +88,7 @@ Format input_format([[maybe_unused]] int kind) {
 }
 
 int64_t padded_k(int kind, int64_t k) {
-  if (is_quantized(kind)) return round_up(k, group_of(kind));
+  if (is_quantized(kind)) return round_up(k, kGroup);
   return kind == LOOM_KIND_BF16 ? round_up(k, 2) : k;
 }
 
@@ -98,7 +96,7 @@ int64_t panel_bytes(int kind, int64_t k) {
   int64_t bytes = 64 * lines_of(kind, k);
   if (!is_quantized(kind)) return bytes;
   int64_t scale_bytes = kind == LOOM_KIND_INT8 ? 32 : 64;
-  return round_up(bytes + padded_k(kind, k) / group_of(kind) * scale_bytes, 64);
+  return round_up(bytes + padded_k(kind, k) / kGroup * scale_bytes, 64);
 }
 
 int64_t row_bytes(int kind, int64_t k) {
@@ -106,42 +104,38 @@ int64_t row_bytes(int kind, int64_t k) {
   switch (input_format(kind)) {
     case Format::kBf16: return round_up(2 * wide, 64);
     case Format::kInt8:
-      return round_up(wide + wide / group_of(kind) * int64_t(sizeof(GroupOfRow)), 64);
+      return round_up(wide + wide / kGroup * int64_t(sizeof(GroupOfRow)), 64);
     default: return round_up(4 * wide, 64);
   }
 }
 
 namespace {
 
-// Symmetric: the largest magnitude of a group becomes 127.
-void quantize_row(const float* x, int64_t k, int64_t group, char* out) {
-  int64_t groups = (k + group - 1) / group;
-  auto* of_row = (GroupOfRow*)(out + groups * group);
+#if defined(__AVX512VNNI__)
+// Symmetric: the largest magnitude of a group becomes 127. A NaN or an infinity, whose bits are
+// larger than any number's, makes the group's scale NaN, so that it does not turn into a number.
+void quantize_row(const float* x, int64_t k, char* out) {
+  int64_t groups = (k + kGroup - 1) / kGroup;
+  auto* of_row = (GroupOfRow*)(out + groups * kGroup);
   for (int64_t g = 0; g < groups; g++) {
-    const float* from = x + g * group;
-    int8_t* to = (int8_t*)out + g * group;
-    int n = int(std::min(group, k - g * group));
-    F16 largest = splat(0.0f);
-    for (int i = 0; i < n; i += kLanes) largest = max(largest, abs(load_n(from + i, n - i)));
-    float peak = hmax(largest);
+    int n = int(std::min<int64_t>(kGroup, k - g * kGroup));
+    F16 low = load_n(x + g * kGroup, n), high = load_n(x + g * kGroup + kLanes, n - kLanes);
+    __m512i magnitude = _mm512_max_epu32(_mm512_castps_si512(abs(low).v),
+                                         _mm512_castps_si512(abs(high).v));
+    uint32_t bits = _mm512_reduce_max_epu32(magnitude);
+    float peak;
+    memcpy(&peak, &bits, 4);
+    float scale = bits < 0x7f800000 ? peak / 127.0f : NAN;
     F16 inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
-    int32_t total = 0;
-    for (int i = 0; i < int(group); i += kLanes) {
-      float rounded[kLanes];
-      store(rounded, i < n ? round(load_n(from + i, n - i) * inverse) : splat(0.0f));
-      for (int j = 0; j < kLanes; j++) {
-        to[i + j] = int8_t(int32_t(rounded[j]));
-        total += to[i + j];
-      }
-    }
-    // A NaN or an infinity in the input must not turn into a number.
-    float scale = peak / 127.0f;
-    for (int i = 0; i < n; i++) {
-      if (!(std::fabs(from[i]) <= 3.4e38f)) scale = NAN;
-    }
-    of_row[g] = {scale, scale * float(total), total, 0};
+    __m512i a = _mm512_cvtps_epi32((low * inverse).v), b = _mm512_cvtps_epi32((high * inverse).v);
+    auto* to = (__m128i*)(out + g * kGroup);
+    _mm_storeu_si128(to, _mm512_cvtsepi32_epi8(a));
+    _mm_storeu_si128(to + 1, _mm512_cvtsepi32_epi8(b));
+    int32_t total = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+    of_row[g] = {scale, scale * float(total), -128 * total, 0};
   }
 }
+#endif
 
 template <class T>
 void convert_row(const float* x, int64_t k, int64_t wide, T* out) {
@@ -156,7 +150,9 @@ void convert_row(const float* x, int64_t k, int64_t wide, T* out) {
 void encode_row(int kind, const float* x, int64_t k, char* out) {
   switch (input_format(kind)) {
     case Format::kBf16: return convert_row(x, k, padded_k(kind, k), (bf16*)out);
-    case Format::kInt8: return quantize_row(x, k, group_of(kind), out);
+#if defined(__AVX512VNNI__)
+    case Format::kInt8: return quantize_row(x, k, out);
+#endif
     default: return convert_row(x, k, padded_k(kind, k), (float*)out);
   }
 }

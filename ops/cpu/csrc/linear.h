@@ -5,7 +5,7 @@
 //   float32   1 k a line:  16 floats
 //   bfloat16  2 k a line:  16 pairs (k, k + 1), what one dpbf16 instruction takes
 //   int8      4 k a line:  16 quads of unsigned bytes (w / scale + 128); after the lines, 16 half
-//             scales per 64 k
+//             scales per 32 k
 //   int4      8 k a line:  16 quads in the low halves (k .. k + 3) and in the high halves
 //             (k + 4 .. k + 7); after the lines, 16 half scales and 16 half minima per 32 k
 // K is padded with zeros to whole lines, int8 and int4 to whole groups.
@@ -30,8 +30,7 @@ namespace loom {
 
 constexpr int kPanel = 16;  // outputs of a panel
 constexpr int kPair = 2 * kPanel;
-constexpr int kInt8Group = 64;  // k of a scale
-constexpr int kInt4Group = 32;
+constexpr int kGroup = 32;  // k that share a scale, of weights and of quantized inputs
 
 // How the input rows of a linear layer are stored: by the weight's kind and by the machine.
 enum class Format { kFloat, kBf16, kInt8 };

@@ -30,15 +30,15 @@ int nearest(float x, int lo, int hi) {
 
 void pack_int8(const float* w, int64_t k, int lane, char* panel) {
   auto* scales = (half*)(panel + k * kPanel);
-  for (int64_t g = 0; g < k / kInt8Group; g++) {
-    const float* from = w + g * kInt8Group;
+  for (int64_t g = 0; g < k / kGroup; g++) {
+    const float* from = w + g * kGroup;
     float peak = 0.0f;
-    for (int i = 0; i < kInt8Group; i++) peak = std::max(peak, std::fabs(from[i]));
+    for (int i = 0; i < kGroup; i++) peak = std::max(peak, std::fabs(from[i]));
     half stored = to_half(peak / 127.0f);
     float scale = from_half(stored), inverse = scale > 0 ? 1.0f / scale : 0.0f;
     scales[g * kPanel + lane] = stored;
-    for (int i = 0; i < kInt8Group; i++) {
-      int64_t at = g * kInt8Group + i;
+    for (int i = 0; i < kGroup; i++) {
+      int64_t at = g * kGroup + i;
       panel[at / 4 * 64 + lane * 4 + at % 4] = char(128 + nearest(from[i] * inverse, -127, 127));
     }
   }
@@ -46,15 +46,15 @@ void pack_int8(const float* w, int64_t k, int lane, char* panel) {
 
 void pack_int4(const float* w, int64_t k, int lane, char* panel) {
   auto* scales = (half*)(panel + k / 2 * kPanel);
-  for (int64_t g = 0; g < k / kInt4Group; g++) {
-    const float* from = w + g * kInt4Group;
-    auto [low, high] = std::minmax_element(from, from + kInt4Group);
+  for (int64_t g = 0; g < k / kGroup; g++) {
+    const float* from = w + g * kGroup;
+    auto [low, high] = std::minmax_element(from, from + kGroup);
     half stored = to_half((*high - *low) / 15.0f), base = to_half(*low);
     float scale = from_half(stored), inverse = scale > 0 ? 1.0f / scale : 0.0f;
     scales[2 * g * kPanel + lane] = stored;
     scales[(2 * g + 1) * kPanel + lane] = base;
-    for (int i = 0; i < kInt4Group; i++) {
-      int64_t at = g * kInt4Group + i;
+    for (int i = 0; i < kGroup; i++) {
+      int64_t at = g * kGroup + i;
       int q = nearest((from[i] - from_half(base)) * inverse, 0, 15);
       char& byte = panel[at / 8 * 64 + lane * 4 + at % 4];
       byte = at % 8 < 4 ? char(q) : char((byte & 15) | (q << 4));

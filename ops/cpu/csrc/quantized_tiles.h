@@ -15,15 +15,14 @@ namespace loom {
 struct GroupOfRow {
   float scale;
   float scaled_sum;  // scale * sum of the group's bytes
-  int32_t sum;
+  int32_t offset;    // -128 * that sum: what the weights' offset of 128 adds too much
   int32_t reserved;
 };
 
 template <int kind>
 struct Group {
-  static constexpr int k = kind == LOOM_KIND_INT8 ? kInt8Group : kInt4Group;
   static constexpr int k_per_line = kind == LOOM_KIND_INT8 ? 4 : 8;
-  static constexpr int lines = k / k_per_line;
+  static constexpr int lines = kGroup / k_per_line;
   static constexpr int scale_bytes = kind == LOOM_KIND_INT8 ? 32 : 64;
 };
 
@@ -78,12 +77,14 @@ void tile_quantized(const Tile& t) {
     __m512i sums[R][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
-      of_row[r] = (const GroupOfRow*)(t.x + r * t.x_stride + groups * G::k) + g;
-      int start = kind == LOOM_KIND_INT8 ? -128 * of_row[r]->sum : 0;
+      of_row[r] = (const GroupOfRow*)(t.x + r * t.x_stride + groups * kGroup) + g;
+      int start = kind == LOOM_KIND_INT8 ? of_row[r]->offset : 0;
       sums[r][0] = sums[r][1] = _mm512_set1_epi32(start);
     }
     prefetch(next0 + 64 * t.steps + g * G::scale_bytes);
     prefetch(next1 + 64 * t.steps + g * G::scale_bytes);
+    // Unrolled: in a loop GCC copies every sum twice around its product.
+#pragma GCC unroll 8
     for (int i = 0; i < G::lines; i++) {
       int64_t s = g * G::lines + i;
       prefetch(next0 + 64 * s);
@@ -128,13 +129,13 @@ void tile_quantized(const Tile& t) {
       sums[r][0] = sums[r][1] = splat(0.0f);
       row_sums[r] = 0.0f;
     }
-    for (int i = 0; i < G::k; i++) {
+    for (int i = 0; i < kGroup; i++) {
       int64_t s = g * G::lines + i / G::k_per_line;
       F16 w0 = line_weight<kind>(t.panel0 + 64 * s, i % G::k_per_line);
       F16 w1 = line_weight<kind>(t.panel1 + 64 * s, i % G::k_per_line);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        float x = ((const float*)(t.x + r * t.x_stride))[g * G::k + i];
+        float x = ((const float*)(t.x + r * t.x_stride))[g * kGroup + i];
         sums[r][0] = fma(splat(x), w0, sums[r][0]);
         sums[r][1] = fma(splat(x), w1, sums[r][1]);
         row_sums[r] += x;

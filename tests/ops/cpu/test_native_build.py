@@ -161,5 +161,5 @@ def test_packed_weights_take_only_their_own_memory(best: NativeOps) -> None:
         q: best.pack_linear(weight, quantization=q).panels.nbytes for q in (None, "int8", "int4")
     }
     assert sizes[None] == weight.nbytes
-    assert sizes["int8"] <= weight.nbytes * 0.52
+    assert sizes["int8"] <= weight.nbytes * 0.54
     assert sizes["int4"] <= weight.nbytes * 0.32

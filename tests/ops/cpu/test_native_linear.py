@@ -47,7 +47,7 @@ def test_quantized_weights_stay_within_half_a_step(
     weight = torch.randn(n, k, generator=generator())
     packed = native.pack_linear(weight, quantization=quantization)
     got = native.linear(torch.eye(k), packed).T  # [n, k]: the weights as stored
-    group = 64 if quantization == "int8" else 32
+    group = 32
     for begin in range(0, k, group):
         part = weight[:, begin : begin + group]
         if quantization == "int8":
@@ -68,7 +68,7 @@ def test_quantized_weights_stay_within_half_a_step(
 def test_weights_on_the_grid_are_stored_exactly(native: NativeOps, quantization: str) -> None:
     """What a 4-bit file holds, 16 levels between a group's minimum and maximum, comes back."""
     levels = 15 if quantization == "int4" else 254
-    group = 32 if quantization == "int4" else 64
+    group = 32
     rand = generator()
     q = torch.randint(0, levels + 1, (48, 4, group), generator=rand)
     q[:, :, 0], q[:, :, 1] = 0, levels
