@@ -29,8 +29,14 @@ struct FloatMath {
   static void wide_tile(int rows, const Tile& t) { tile_float_wide(rows, t); }
 
   template <class T>
+  static void transposed(const T* const* keys, int64_t d, F16 block[16]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) block[i] = load(keys[i] + d);
+    transpose(block);
+  }
+  template <class T>
   static F16 words(const T* row, int n) {
-    return n >= kLanes ? load(row) : load_n(row, n);
+    return load_n(row, n);
   }
   template <class T>
   static void value_lines(const T* const* values, int line, int64_t d, int n, char* panel0,
@@ -48,6 +54,29 @@ struct DotMath {
   static constexpr int k_per_line = 2;
   static void tile(int rows, const Tile& t) { tile_bf16(rows, t); }
   static void wide_tile(int rows, const Tile& t) { tile_bf16_wide(rows, t); }
+
+  // Sixteen pairs of dimensions of sixteen keys, transposed. Gathering 16-byte pieces while loading
+  // does half of the shuffling on the load ports.
+  static void transposed(const bf16* const* keys, int64_t d, F16 block[16]) {
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      __m512i z[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        auto piece = [&](int key) { return _mm_loadu_si128((const __m128i*)(keys[key] + d) + c); };
+        z[i] = _mm512_castsi128_si512(piece(i));
+        z[i] = _mm512_inserti32x4(z[i], piece(i + 4), 1);
+        z[i] = _mm512_inserti32x4(z[i], piece(i + 8), 2);
+        z[i] = _mm512_inserti32x4(z[i], piece(i + 12), 3);
+      }
+      __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpacklo_epi32(z[2], z[3]);
+      __m512i e = _mm512_unpackhi_epi32(z[0], z[1]), f = _mm512_unpackhi_epi32(z[2], z[3]);
+      block[4 * c].v = _mm512_castsi512_ps(_mm512_unpacklo_epi64(a, b));
+      block[4 * c + 1].v = _mm512_castsi512_ps(_mm512_unpackhi_epi64(a, b));
+      block[4 * c + 2].v = _mm512_castsi512_ps(_mm512_unpacklo_epi64(e, f));
+      block[4 * c + 3].v = _mm512_castsi512_ps(_mm512_unpackhi_epi64(e, f));
+    }
+  }
 
   // Up to sixteen pairs of a key's dimensions.
   static F16 words(const bf16* row, int n) {
@@ -243,15 +272,15 @@ class Walk {
       char* panel = keys_ + p / kPanel * key_panel_bytes();
       for (int64_t d = 0; d < c_.dim; d += dims) {
         int n = int(std::min<int64_t>(dims, c_.dim - d));
-        F16 block[kPanel];
-#pragma GCC unroll 16
-        for (int i = 0; i < kPanel; i++) block[i] = Math::words(now.key[p + i] + offset + d, n);
-        transpose(block);
         float* to = (float*)(panel + 64 * (d / Math::k_per_line));
+        F16 block[kPanel];
         if (n == dims) {
+          Math::transposed(&now.key[p], offset + d, block);
 #pragma GCC unroll 16
           for (int i = 0; i < kPanel; i++) store(to + kPanel * i, block[i]);
         } else {
+          for (int i = 0; i < kPanel; i++) block[i] = Math::words(now.key[p + i] + offset + d, n);
+          transpose(block);
           for (int i = 0; i < n / Math::k_per_line; i++) store(to + kPanel * i, block[i]);
         }
         fetch(4);
