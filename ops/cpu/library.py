@@ -34,6 +34,7 @@ _L, _B, _A, _P = (
     POINTER(s) for s in (structs.Linear, structs.Batch, structs.Attention, structs.Pools)
 )
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "loom_struct_bytes": (c_int64, (c_int,)),
     "loom_open": (c_void_p, (c_int, c_int)),
     "loom_close": (None, (c_void_p,)),
     "loom_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
@@ -85,6 +86,9 @@ class Library:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(self._functions, name)
             function.restype, function.argtypes = result, arguments
+        for which, struct in enumerate(structs.IN_ORDER):
+            # A field that one side lacks would shift all that follow.
+            assert self._functions.loom_struct_bytes(which) == ctypes.sizeof(struct), struct
         self._context = c_void_p(self._functions.loom_open(self.threads, pinning))
         self._closer = weakref.finalize(self, self._functions.loom_close, self._context)
 

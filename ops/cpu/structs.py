@@ -137,3 +137,7 @@ class Sampling(ctypes.Structure):
         ("masks", c_int64),
         ("mask_words", c_int64),
     )
+
+
+# As `loom_struct_bytes` counts them.
+IN_ORDER = (Linear, Batch, Attention, Pools, Layer, Decoder, Step, Sampling)

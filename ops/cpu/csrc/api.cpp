@@ -41,6 +41,13 @@ void over_rows(LoomContext* c, int64_t rows, Body&& body) {
 
 extern "C" {
 
+int64_t loom_struct_bytes(int which) {
+  constexpr size_t bytes[] = {sizeof(LoomLinear),  sizeof(LoomBatch),   sizeof(LoomAttention),
+                              sizeof(LoomPools),   sizeof(LoomLayer),   sizeof(LoomDecoder),
+                              sizeof(LoomStep),    sizeof(LoomSampling)};
+  return int64_t(bytes[which]);
+}
+
 LoomContext* loom_open(int threads, int pin) { return new LoomContext(threads, pin != 0); }
 
 void loom_close(LoomContext* c) { delete c; }

@@ -122,6 +122,10 @@ struct LoomSampling {
   int64_t masks, mask_words;
 };
 
+// Size of the structs above in their order, from LoomLinear (0) to LoomSampling (7): the caller's
+// mirror must agree.
+int64_t loom_struct_bytes(int which);
+
 // Threads and scratch memory. One call at a time.
 struct LoomContext;
 LoomContext* loom_open(int threads, int pin);
