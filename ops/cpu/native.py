@@ -1,6 +1,7 @@
 """The CPU's op set on native kernels (`csrc/`): checked calls, one ctypes call per operation.
 
-What the kernels do not have (float16) is left to the plain torch ops this class extends.
+What the kernels do not have (float16, odd head dimensions) is left to the plain torch ops that this
+class extends.
 """
 
 from __future__ import annotations
@@ -188,14 +189,15 @@ class NativeOps(CpuOps):
     def extend_attention(
         self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> Tensor:
-        if q.dtype == torch.float16:
+        if q.dtype == torch.float16 or not head_dim_fits(q.shape[-1]):
             return super().extend_attention(q, k_pool, v_pool, batch, spec)
         check("q", q, (None, None, None), *FLOATS, strided=True)
         tokens, heads, dim = q.shape
         check("k_pool", k_pool, (None, None, dim), *FLOATS)
         check("v_pool", v_pool, tuple(k_pool.shape), k_pool.dtype)
         slots, kv_heads = k_pool.shape[:2]
-        check_attention_shape(heads, kv_heads, dim)
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"heads {heads}: expected a multiple of the KV heads, {kv_heads}")
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
         pools = structs.Pools(k_pool.data_ptr(), v_pool.data_ptr())
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
@@ -246,12 +248,9 @@ class NativeOps(CpuOps):
         return NativeDecoder(self.library, spec, weights) if fits(spec, weights) else None
 
 
-def check_attention_shape(heads: int, kv_heads: int, dim: int) -> None:
-    """Raises ValueError unless the attention kernel takes this shape."""
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"heads {heads}: expected a multiple of the KV heads, {kv_heads}")
-    if dim % 8 or not 8 <= dim <= 256:
-        raise ValueError(f"head dimension {dim}: expected a multiple of 8 up to 256")
+def head_dim_fits(dim: int) -> bool:
+    """Whether the attention kernel takes heads of this size; plain torch takes the others."""
+    return dim % 8 == 0 and 8 <= dim <= 256
 
 
 def batch_struct(batch: AttentionBatch, tokens: int) -> structs.Batch:

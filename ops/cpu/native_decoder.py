@@ -14,7 +14,7 @@ from ops.cpu.native import (
     NativeLinear,
     attention_struct,
     batch_struct,
-    check_attention_shape,
+    head_dim_fits,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def fits(spec: DecoderSpec, weights: DecoderWeights) -> bool:
         and weights.embedding.dtype in FLOATS
         and weights.final_norm is not None
         and spec.intermediate_size % _PANEL == 0
+        and head_dim_fits(spec.head_dim)
         and spec.activation in ACTIVATIONS
     )
 
@@ -47,7 +48,6 @@ class NativeDecoder:
     """
 
     def __init__(self, library: Library, spec: DecoderSpec, weights: DecoderWeights) -> None:
-        check_attention_shape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         # May have more rows than ids that can be sampled.
         check("embedding", weights.embedding, (None, spec.hidden_size), *FLOATS)
         self._library = library

@@ -6,7 +6,7 @@
 namespace loom {
 
 namespace {
-// About 20 microseconds: longer than a phase's usual imbalance, shorter than what a sleeping
+// About 10 microseconds: longer than a phase's usual imbalance, shorter than what a sleeping
 // thread of the same process (the event loop) would notice.
 constexpr int kSpins = 500;
 }  // namespace

@@ -136,3 +136,13 @@ def test_a_nan_query_gives_nan(native: NativeOps) -> None:
     got = native.extend_attention(q, k, v, batch, make_spec("plain", 1, 16))
     assert got[0].isfinite().all()
     assert got[1].isnan().all()
+
+
+@pytest.mark.parametrize("dim", [12, 264])
+def test_other_head_dimensions_run_on_torch(best: NativeOps, dim: int) -> None:
+    batch, _, _, slots = paged_batch(ROWS, 16)
+    k, v = (rounded(torch.float32, slots, 2, dim, seed=seed) for seed in (1, 2))
+    q = rounded(torch.float32, int(batch.qo_indptr[-1]), 4, dim)
+    spec = make_spec("plain", 4, dim)
+    got = best.extend_attention(q, k, v, batch, spec)
+    assert relative_error(got, reference.extend_attention(q, k, v, batch, spec)) <= 1e-5

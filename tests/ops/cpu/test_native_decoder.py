@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -182,9 +183,24 @@ def test_quantized_logits_stay_near(native: NativeOps) -> None:
     assert (logits["int4"] - logits[None]).norm() <= 0.4 * size_of
 
 
-def test_a_width_that_does_not_pair_runs_op_by_op(best: NativeOps) -> None:
-    spec = tiny_spec("llama")
-    weights = tiny_weights(best, spec, torch.float32)
-    from dataclasses import replace
+@pytest.mark.parametrize(
+    "changes", [{"intermediate_size": 72}, {"head_dim": 12}], ids=["width", "head_dim"]
+)
+def test_other_shapes_run_op_by_op(best: NativeOps, changes: dict[str, int]) -> None:
+    assert best.compile(replace(TINY, **changes), tiny_weights(best, TINY, torch.float32)) is None
 
-    assert best.compile(replace(spec, intermediate_size=72), weights) is None
+
+def test_float16_runs_op_by_op_on_torch(best: NativeOps) -> None:
+    weights = tiny_weights(best, TINY, torch.float16)
+    decoder = Decoder(TINY, weights, best)
+    assert decoder.compiled is None
+    exact = Decoder(
+        TINY, widened(tiny_weights(ReferenceOps(), TINY, torch.float16)), ReferenceOps()
+    )
+    batch, positions, slots, size = paged_batch(ROWS, 16)
+    ids = torch.cat([prompt(i, n) for i, (n, _) in enumerate(ROWS)])
+    step = (ids, positions, slots, batch)
+    last = torch.tensor([69, 102, 107])
+    got = decoder(*step, *empty_pools(TINY, size, torch.float16), last)
+    want = exact(*step, *empty_pools(TINY, size, torch.float32), last)
+    assert float((got - want).abs().max()) <= 0.02 * float(want.abs().max())

@@ -41,11 +41,6 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q_rank": ({"q": torch.zeros(3, 64)}, ValueError, r"q: shape \[3, 64\]"),
     "q_stride": ({"q": torch.zeros(3, 4, 32)[..., ::2]}, ValueError, "strides"),
     "dim_differs": ({"q": torch.zeros(3, 4, 8)}, ValueError, "k_pool"),
-    "dim_too_large": (
-        {name: torch.zeros(64, 2, 264) for name in "qkv"},
-        ValueError,
-        "head dimension 264",
-    ),
     "v_shape": ({"v": torch.zeros(7, 2, 16)}, ValueError, "v_pool"),
     "v_type": ({"v": torch.zeros(48, 2, 16).bfloat16()}, TypeError, "v_pool"),
     "heads": ({"q": torch.zeros(3, 5, 16)}, ValueError, "heads 5"),
