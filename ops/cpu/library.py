@@ -129,17 +129,27 @@ def check(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
     """
+    given = tensor.shape
+    matched = given == shape or _matches(given, shape)
+    # Some twenty checks a step: little work where nothing is wrong.
+    if tensor.dtype in dtypes and tensor.is_cpu and matched:
+        if tensor.is_contiguous() or (strided and (tensor.stride(-1) == 1 or given[-1] <= 1)):
+            return
+        wanted = "a contiguous last dimension" if strided else "a contiguous tensor"
+        raise ValueError(f"{name}: strides {list(tensor.stride())}, expected {wanted}")
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{name}: type {tensor.dtype}, expected {allowed}")
-    given = tuple(tensor.shape)
-    if len(given) != len(shape) or any(
-        want is not None and have != want for have, want in zip(given, shape, strict=True)
-    ):
+    if not matched:
         raise ValueError(f"{name}: shape {list(given)}, expected {list(shape)}")
-    if not tensor.is_cpu:
-        raise ValueError(f"{name}: on {tensor.device}, expected the cpu")
-    laid_out = tensor.stride(-1) == 1 or given[-1] <= 1 if strided else tensor.is_contiguous()
-    if not laid_out:
-        wanted = "a contiguous last dimension" if strided else "a contiguous tensor"
-        raise ValueError(f"{name}: strides {list(tensor.stride())}, expected {wanted}")
+    raise ValueError(f"{name}: on {tensor.device}, expected the cpu")
+
+
+def _matches(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    if len(given) != len(shape):
+        return False
+    # A plain loop: a generator costs more than the comparisons.
+    for have, want in zip(given, shape, strict=True):  # noqa: SIM110
+        if want is not None and have != want:
+            return False
+    return True
