@@ -149,7 +149,7 @@ def _matches(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
     if len(given) != len(shape):
         return False
     # A plain loop: a generator costs more than the comparisons.
-    for have, want in zip(given, shape, strict=True):  # noqa: SIM110
+    for have, want in zip(given, shape, strict=True):
         if want is not None and have != want:
             return False
     return True
