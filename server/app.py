@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import orjson
 from aiohttp import web
 
+from runtime.errors import InvalidRequest
 from server.anthropic_api import anthropic_error
 from server.chat_endpoints import CHAT_ROUTES
 from server.completions import chat_completions, completions
@@ -140,6 +141,11 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         except TimeoutError:
             raise web.HTTPRequestTimeout(
                 text=f"the body did not arrive within {service.config.body_timeout:g} s"
+            ) from None
+        except web.RequestPayloadError:
+            encoding = request.headers.get("Content-Encoding", "identity")
+            raise InvalidRequest(
+                f"body: cannot be decoded as its Content-Encoding {encoding!r} says"
             ) from None
     return await handler(request)
 

@@ -93,15 +93,14 @@ class BodyFields:
         *,
         low: float = -math.inf,
         high: float = math.inf,
-        above: bool = False,
     ) -> float:
-        """A finite number from low to high; with `above`, low itself is excluded."""
+        """A finite number from low to high."""
         value = self.get(name)
         if value is None:
             return default
         good = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
-        if not good or (above and value == low):
-            raise self.error(name, _range(low, high, above))
+        if not good:
+            raise self.error(name, _range(low, high))
         return float(value)
 
     def strings(self, name: str, *, most: int, longest: int = 4096) -> tuple[str, ...]:
@@ -143,9 +142,9 @@ def check_token_ids(ids: Sequence[Any], vocab_size: int, name: str) -> None:
             raise wrong(name, token_id, f"a token id between 0 and {vocab_size - 1}")
 
 
-def _range(low: float, high: float, above: bool) -> str:
+def _range(low: float, high: float) -> str:
     if math.isinf(low) and math.isinf(high):
         return "a number"
     if math.isinf(high):
-        return f"a number {'above' if above else 'of at least'} {low:g}"
-    return f"a number {'above' if above else 'from'} {low:g} {'and' if above else 'to'} {high:g}"
+        return f"a number of at least {low:g}"
+    return f"a number from {low:g} to {high:g}"

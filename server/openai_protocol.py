@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # Below this a temperature is greedy: the quotient of two logits would overflow float32.
 GREEDY_TEMPERATURE = 1e-4
 DEFAULT_COMPLETION_TOKENS = 16
+# Beyond these a float32 logit would become 0 or infinite.
+MAX_TEMPERATURE = 1e3
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 MAX_STOPS = 16
 MAX_SEQUENCES = 1024  # of one request: prompts times choices
 SEED_MASK = 2**63 - 1
@@ -269,7 +272,7 @@ def parse_sampling(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """How tokens are picked; the fields are the same on every endpoint."""
-    temperature = fields.number("temperature", 1.0, low=0.0)
+    temperature = fields.number("temperature", 1.0, low=0.0, high=MAX_TEMPERATURE)
     top_p = fields.number("top_p", 1.0, low=0.0, high=1.0)
     top_k = fields.integer("top_k", low=-1, default=0) or 0
     # Nothing but the likeliest token has a cumulative probability of 0 before it.
@@ -285,7 +288,9 @@ def parse_sampling(
         seed=None if seed is None else seed & SEED_MASK,
         presence_penalty=fields.number("presence_penalty", 0.0, low=-2.0, high=2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, low=-2.0, high=2.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, low=0.0, above=True),
+        repetition_penalty=fields.number(
+            "repetition_penalty", 1.0, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY
+        ),
         logit_bias=_logit_bias(fields, limits.vocab_size),
         stop_token_ids=frozenset(fields.token_ids("stop_token_ids", limits.vocab_size)),
         ignore_eos=fields.boolean("ignore_eos"),
@@ -303,7 +308,7 @@ def _logit_bias(fields: BodyFields, vocab_size: int) -> tuple[tuple[int, float],
         raise fields.error("logit_bias", "an object of token ids and numbers from -100 to 100")
     pairs = []
     for key in value:
-        token_id = int(key) if key.isdecimal() and len(key) < 10 else -1
+        token_id = int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else -1
         check_token_ids([token_id if token_id >= 0 else key], vocab_size, "logit_bias")
         bias = BodyFields(value, "logit_bias").number(key, 0.0, low=-100.0, high=100.0)
         pairs.append((token_id, bias))

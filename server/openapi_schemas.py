@@ -54,7 +54,7 @@ TEXT_OR_TEXTS = {"anyOf": [{"type": "string", "minLength": 1},
                            array({"type": "string", "minLength": 1}, most=16)]}  # fmt: skip
 
 SAMPLING: dict[str, Schema] = {
-    "temperature": described("0 is greedy", between(0)),
+    "temperature": described("0 is greedy", between(0, 1000)),
     "top_p": between(0, 1),
     "top_k": described("0 and -1: off", between(-1, kind="integer")),
     "min_p": between(0, 1),
@@ -63,7 +63,7 @@ SAMPLING: dict[str, Schema] = {
     ),
     "presence_penalty": between(-2, 2),
     "frequency_penalty": between(-2, 2),
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0},
+    "repetition_penalty": between(0.001, 1000),
     "logit_bias": described(
         "token id to a number from -100 to 100",
         {
@@ -231,7 +231,7 @@ REQUESTS: dict[str, Schema] = {
             "instructions": STRING,
             "max_output_tokens": between(1, kind="integer"),
             "stream": BOOLEAN,
-            "temperature": between(0),
+            "temperature": between(0, 1000),
             "top_p": between(0, 1),
             "tools": array(
                 {
@@ -265,7 +265,7 @@ REQUESTS: dict[str, Schema] = {
             "system": {"anyOf": [STRING, array(TEXT_PART)]},
             "stop_sequences": array({"type": "string", "minLength": 1}, most=16),
             "stream": BOOLEAN,
-            "temperature": between(0),
+            "temperature": between(0, 1000),
             "top_p": between(0, 1),
             "top_k": between(-1, kind="integer"),
             "tools": array(ANTHROPIC_TOOL),
@@ -291,7 +291,7 @@ REQUESTS: dict[str, Schema] = {
                 {},
                 {
                     "max_new_tokens": between(1, kind="integer"),
-                    "temperature": between(0),
+                    "temperature": between(0, 1000),
                     "top_p": between(0, 1),
                     "json_schema": {"anyOf": [ref("JSONSchema"), STRING]},
                     "regex": STRING,

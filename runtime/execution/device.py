@@ -182,9 +182,15 @@ def _open_cpu(
         if config.cpu_threads > 0:
             torch.set_num_threads(config.cpu_threads)
         kernels += f", {torch.get_num_threads()} threads"
+    dtype = _dtype(config.dtype, checkpoint_dtype, bfloat16=_cpu_has_bfloat16())
+    if config.quantization is not None and dtype is torch.float16:
+        raise ConfigError(
+            f"quantization {config.quantization!r} with dtype 'float16': the CPU's quantized layers"
+            " take bfloat16 or float32"
+        )
     return Device(
         torch_device=torch.device("cpu"),
-        dtype=_dtype(config.dtype, checkpoint_dtype, bfloat16=_cpu_has_bfloat16()),
+        dtype=dtype,
         ops=op_set,
         queued=False,
         pinned=False,

@@ -302,3 +302,30 @@ async def test_refused_requests_leave_nothing_behind():
         assert server.service.engine.scheduler.requests == []
         await server.wait_idle()
         await server.complete(max_tokens=2)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_cannot_be_decompressed_is_the_client_s_fault(encoding):
+    async with fake_server() as server:
+        headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+        url = server.url + "/v1/completions"
+        async with server.client.post(url, data=b"\x1f\x8b\x00garbage", headers=headers) as answer:
+            assert answer.status == 400
+            assert encoding in (await answer.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e300},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
+        {"logit_bias": {"١": 1}},
+    ],
+    ids=str,
+)
+async def test_numbers_that_float32_cannot_hold_are_refused(fields):
+    async with fake_server() as server:
+        status, body = await server.post("/v1/completions", {"prompt": "a", **fields})
+        assert status == 400
+        assert body["error"]["param"].startswith(next(iter(fields)))

@@ -31,7 +31,7 @@ def chat(**fields):
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("temperature", -1, "at least 0"),
+        ("temperature", -1, "from 0 to 1000"),
         ("temperature", "hot", "a number"),
         ("temperature", math.inf, "a number"),
         ("top_p", 1.0001, "from 0 to 1"),
@@ -59,7 +59,7 @@ def chat(**fields):
         ("logit_bias", {"9" * 5000: 1}, "between 0 and 99"),
         ("logit_bias", {"5": 101}, "from -100 to 100"),
         ("presence_penalty", 2.5, "from -2 to 2"),
-        ("repetition_penalty", 0, "above 0"),
+        ("repetition_penalty", 0, "from 0.001 to 1000"),
         ("stream", "maybe", "true or false"),
         ("stop_regex", "([", "stop_regex"),
         ("priority", "high", "an integer"),
