@@ -125,13 +125,15 @@ void quantize_row(const float* x, int64_t k, char* out) {
     uint32_t bits = _mm512_reduce_max_epu32(magnitude);
     float peak;
     memcpy(&peak, &bits, 4);
-    float scale = bits < 0x7f800000 ? peak / 127.0f : NAN;
+    bool finite = bits < 0x7f800000;
+    float scale = finite ? peak / 127.0f : NAN;
     F16 inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
     __m512i a = _mm512_cvtps_epi32((low * inverse).v), b = _mm512_cvtps_epi32((high * inverse).v);
     auto* to = (__m128i*)(out + g * kGroup);
     _mm_storeu_si128(to, _mm512_cvtsepi32_epi8(a));
     _mm_storeu_si128(to + 1, _mm512_cvtsepi32_epi8(b));
-    int32_t total = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+    // What the conversion made of a value that is no number may not fit the sum.
+    int32_t total = finite ? _mm512_reduce_add_epi32(_mm512_add_epi32(a, b)) : 0;
     of_row[g] = {scale, scale * float(total), -128 * total, 0};
   }
 }
