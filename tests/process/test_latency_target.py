@@ -178,8 +178,10 @@ async def judge(factor: float, passes: Callable[[Outcome], bool]) -> Outcome:
     pytest.skip("other work runs on this machine: step times mean nothing")
 
 
-async def test_twice_the_decode_step_is_held_while_long_prompts_arrive() -> None:
-    outcome = await judge(2.0, lambda o: o.within >= 0.95 and o.infeasible_share == 0.0)
+async def test_target_with_room_is_held_while_long_prompts_arrive() -> None:
+    # Two decode steps is the tightest target that this model can hold: by CPU time it is held in
+    # tests/runtime/simulation, but by the clock a machine's own jitter decides. This has room.
+    outcome = await judge(4.0, lambda o: o.within >= 0.95 and o.infeasible_share == 0.0)
     assert outcome.mixed_steps >= LONG_PROMPTS * 1500 / 128
     assert slo_metric(outcome.metrics) == 1.0
     # While the first steps are learned from, a hiccup may be taken for the rule, and taken back.
