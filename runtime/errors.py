@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class LoomserveError(Exception):
     """Base of all errors of this project."""
@@ -29,6 +31,20 @@ class InvalidRequest(LoomserveError):
         self.code = code
 
 
+_SHOWN_CHARACTERS = 40
+
+
+def shown(value: Any) -> str:
+    """A value as error messages show it, cut short."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def wrong(name: str, value: Any, allowed: str) -> InvalidRequest:
+    """The error for a field whose value is not what is allowed."""
+    return InvalidRequest(f"{name}: got {shown(value)}, must be {allowed}", param=name)
+
+
 class ContextTooLong(InvalidRequest):
     """Prompt and requested output cannot fit the context or the KV pool (HTTP 400)."""
 
@@ -50,6 +66,18 @@ class QueueFull(LoomserveError):
 
 class EngineDead(LoomserveError):
     """The step loop has ended; nothing can be served any more (HTTP 503)."""
+
+
+class ModelNotFound(LoomserveError):
+    """A model that this server does not serve (HTTP 404)."""
+
+
+class GenerationFailed(LoomserveError):
+    """A request that was begun and cannot be completed (HTTP 500; 504 where time ran out)."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 class InvariantError(LoomserveError):

@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runtime.config import POLICIES, SchedulerConfig
 from runtime.request import Request, SamplingParams
 from runtime.runner import StepOutput
+from runtime.scheduling.page_allocator import PageAllocator
 from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.scheduler import Scheduler
-from runtime.scheduling.slot_allocator import SlotAllocator
 
 PAGE = 16
 PROMPT = 200
@@ -139,7 +139,7 @@ def bench_running(steps: int) -> dict[str, Any]:
 def bench_waiting(steps: int) -> dict[str, Any]:
     print(f"{'waiting':>8} {'for':>8} {'us/step':>10} {'p99':>10} {'max':>10}")
     found: dict[str, Any] = {}
-    points: dict[str, list[tuple[int, float]]] = {"slots": [], "kv_total": []}
+    points: dict[str, list[tuple[int, float]]] = {"rows": [], "kv_total": []}
     for waiting in (0, 10, 100, 1000, 10_000):
         for blocked_by, collected in points.items():
             loop = blocked_loop(waiting, blocked_by)
@@ -159,7 +159,7 @@ def blocked_loop(waiting: int, blocked_by: str) -> Loop:
     """256 running rows, and this many requests that wait for a slot, or behind a prompt too long
     for the KV that is left."""
     rng = random.Random(1)
-    rows = 256 if blocked_by == "slots" else 1024
+    rows = 256 if blocked_by == "rows" else 1024
     loop = Loop(make_scheduler(rows, capacity_tokens=1_200_000))
     for i in range(256):
         loop.scheduler.add(make_request(f"r{i}", rng), 0.0)
@@ -199,7 +199,7 @@ def bench_prefix(steps: int) -> dict[str, Any]:
     found, points = {}, []
     for cached in (10, 100, 1000, 10_000, 100_000, 1_000_000):
         rng = random.Random(1)
-        allocator = SlotAllocator(2 * cached + (1 << 20), PAGE, 1)
+        allocator = PageAllocator(2 * cached + (1 << 20), PAGE)
         cache = RadixCache(allocator)
         for _ in range(1000):
             insert(cache, allocator, array("i", [rng.randrange(50_000) for _ in range(PROMPT)]))
@@ -221,7 +221,7 @@ def bench_prefix(steps: int) -> dict[str, Any]:
     return {"cached_tokens": found, "growth": growth(points)}
 
 
-def insert(cache: RadixCache, allocator: SlotAllocator, tokens: array[int]) -> None:
+def insert(cache: RadixCache, allocator: PageAllocator, tokens: array[int]) -> None:
     whole = len(tokens) // PAGE * PAGE
     if whole:
         pages = allocator.allocate_pages(whole // PAGE)

@@ -15,13 +15,13 @@ import orjson
 from aiohttp import web
 
 from runtime.errors import InvalidRequest
-from server.anthropic_api import anthropic_error
-from server.chat_endpoints import CHAT_ROUTES
-from server.completions import chat_completions, completions
-from server.docs_endpoints import DOCS_ROUTES
-from server.generate_api import generate
-from server.http_errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
-from server.native_api import NATIVE_ROUTES
+from server.api.chat_endpoints import CHAT_ROUTES
+from server.api.completions import chat_completions, completions
+from server.api.docs import DOCS_ROUTES
+from server.api.generate import generate
+from server.api.messages import anthropic_error
+from server.api.native import NATIVE_ROUTES
+from server.http.errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
 from server.service import REQUEST_ID, SERVICE, Service, json_response
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from typing import Any
 from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.config import RunnerConfig, SchedulerConfig, option
 from runtime.errors import ConfigError
-from server.reasoning import REASONING_FAMILIES
-from server.tools import TOOL_FAMILIES
+from server.formats.reasoning import REASONING_FAMILIES
+from server.formats.tools import TOOL_FAMILIES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

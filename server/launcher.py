@@ -23,15 +23,15 @@ from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError, LoomserveError
 from runtime.scheduling.scheduler import Scheduler
 from server.app import make_app
-from server.connections import Connections
-from server.engine import Engine
-from server.generation import Generator
-from server.metrics import Metrics
-from server.model_format import ModelFormat
-from server.openai_protocol import ApiLimits
+from server.formats.model_format import ModelFormat
+from server.generation.engine import Engine
+from server.generation.generator import Generator
+from server.generation.metrics import Metrics
+from server.generation.params import ApiLimits
+from server.http.connections import Connections
+from server.http.sockets import BACKLOG, base_url, listen
 from server.service import Service
-from server.sockets import BACKLOG, base_url, listen
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import socket

@@ -14,13 +14,13 @@ from runtime.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from server.args import ServerConfig
-    from server.connections import Connections
-    from server.engine import Engine
-    from server.generation import Generator
-    from server.metrics import Metrics
-    from server.model_format import ModelFormat
-    from server.openai_protocol import ApiLimits
-    from server.tokenizer import Tokenizer
+    from server.formats.model_format import ModelFormat
+    from server.generation.engine import Engine
+    from server.generation.generator import Generator
+    from server.generation.metrics import Metrics
+    from server.generation.params import ApiLimits
+    from server.http.connections import Connections
+    from server.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -16,10 +16,10 @@ from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.sim_runner import SimRunner
 from server.app import make_app
 from server.args import ServerConfig
-from server.chat_template import ChatTemplate
+from server.http.sockets import base_url, listen
 from server.launcher import Parts, make_service
-from server.sockets import base_url, listen
-from server.tokenizer import Tokenizer
+from server.text.chat_template import ChatTemplate
+from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import ssl

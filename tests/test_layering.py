@@ -33,7 +33,8 @@ MAY_ASK_THE_DEVICE = (
     "runtime/execution/cuda_graph_runner.py",
     "ops/gpu/",
 )
-TOP_LEVEL = {"server", "runtime", "ops", "tests", "scripts", "README.md", "LICENSE"}
+TOP_LEVEL = {"server", "runtime", "ops", "tests", "scripts", "docs", "deploy"}
+TOP_LEVEL |= {"README.md", "LICENSE", "CHANGELOG.md"}
 TOP_LEVEL |= {"pyproject.toml", ".ci", ".gitignore", ".pre-commit-config.yaml"}
 MADE_BY_TOOLS = {"build", "dist", "__pycache__", ".git", ".venv", ".venv.lock"}
 
@@ -51,6 +52,7 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{source}:{node.lineno}: relative import"
             yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def offences(files: list[str], forbidden) -> list[str]:
@@ -98,6 +100,63 @@ def test_server_imports_no_torch_and_reaches_execution_only_in_the_launcher():
 
     files = [source for source in files_of("server/") if source != LAUNCHER]
     assert offences(files, forbidden) == []
+
+
+# The rooms of server/, from the ground up: a room may import those before it, and runtime.
+SERVER_ROOMS = ("http", "text", "grammars", "generation", "formats", "service", "api", "app")
+
+
+def test_rooms_of_server_import_downwards_only():
+    """Imports for types alone and inside functions count: they couple as much as any other."""
+    floor = {room: number for number, room in enumerate(SERVER_ROOMS)}
+    wrong = []
+    for source in files_of(*(f"server/{room}" for room in SERVER_ROOMS)):
+        room = source.split("/")[1].removesuffix(".py")
+        for line, module in imports(source):
+            top, _, rest = module.partition(".")
+            other = rest.partition(".")[0]
+            if top == "server" and other in floor and floor[other] > floor[room]:
+                wrong.append(f"{source}:{line}: {room} imports {module}")
+    assert wrong == []
+
+
+def test_nothing_that_can_be_imported_is_named_by_a_circle():
+    """No file reaches itself through what it imports, for types alone and inside functions too."""
+    modules = {source.removesuffix(".py").replace("/", "."): source for source in sources()}
+    reached = {
+        module: {found for _, found in imports(source) if found in modules}
+        for module, source in modules.items()
+    }
+    circles = [sorted(group) for group in strongly_connected(reached) if len(group) > 1]
+    assert circles == []
+
+
+def strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that reach one another (Kosaraju's algorithm)."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(start: str, edges: dict[str, set[str]], found: list[str]) -> None:
+        seen.add(start)
+        for module in edges[start]:
+            if module not in seen:
+                visit(module, edges, found)
+        found.append(start)
+
+    for module in graph:
+        if module not in seen:
+            visit(module, graph, order)
+    backwards: dict[str, set[str]] = {module: set() for module in graph}
+    for module, others in graph.items():
+        for other in others:
+            backwards[other].add(module)
+    seen.clear()
+    groups = []
+    for module in reversed(order):
+        if module not in seen:
+            groups.append([])
+            visit(module, backwards, groups[-1])
+    return [set(group) for group in groups]
 
 
 def test_init_files_of_runtime_stay_empty():

@@ -6,15 +6,16 @@ class extends.
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ops.cpu import structs
+from ops.cpu.arguments import FLOATS, NativeLinear, attention_struct, batch_struct, head_dim_fits
 from ops.cpu.library import ACTIVATIONS, KINDS, TYPES, Library, check
+from ops.cpu.native_decoder import NativeDecoder, fits
+from ops.cpu.native_sampling import sampling_struct
 from ops.cpu.op_set import CpuOps
 
 if TYPE_CHECKING:
@@ -26,24 +27,6 @@ if TYPE_CHECKING:
         DecoderWeights,
         SamplingTensors,
     )
-
-FLOATS = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class NativeLinear:
-    """A weight [n, k] in panels (csrc/linear.h), with its bias [n] in float32."""
-
-    panels: Tensor
-    bias: Tensor | None
-    n: int
-    k: int
-    kind: str
-
-    def struct(self) -> structs.Linear:
-        """Points into this object, which must outlive it."""
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return structs.Linear(self.panels.data_ptr(), bias, self.n, self.k, KINDS[self.kind], 0)
 
 
 class PanelMemory:
@@ -235,45 +218,10 @@ class NativeOps(CpuOps):
         return out
 
     def sample(self, logits: Tensor, s: SamplingTensors) -> Tensor:
-        from ops.cpu.native_sampling import sampling_struct
-
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         struct = sampling_struct(logits, s, out)
         self.library.call("loom_sample", struct)
         return out
 
     def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
-        from ops.cpu.native_decoder import NativeDecoder, fits
-
         return NativeDecoder(self.library, spec, weights) if fits(spec, weights) else None
-
-
-def head_dim_fits(dim: int) -> bool:
-    """Whether the attention kernel takes heads of this size; plain torch takes the others."""
-    return dim % 8 == 0 and 8 <= dim <= 256
-
-
-def batch_struct(batch: AttentionBatch, tokens: int) -> structs.Batch:
-    """The batch for a kernel, checked. Points into the batch's tensors."""
-    table, rows = batch.block_table, batch.rows
-    count = rows.shape[0]
-    check("block_table", table, (None, None), torch.int32, strided=True)
-    check("rows", rows, (None,), torch.int32)
-    check("qo_indptr", batch.qo_indptr, (count + 1,), torch.int32)
-    check("kv_lens", batch.kv_lens, (count,), torch.int32)
-    if batch.page_size < 1:
-        raise ValueError(f"page_size {batch.page_size}: expected at least 1")
-    return structs.Batch(
-        *(table.data_ptr(), table.shape[0], table.stride(0), table.shape[1]),
-        *(rows.data_ptr(), batch.qo_indptr.data_ptr(), batch.kv_lens.data_ptr()),
-        *(count, tokens, batch.page_size),
-    )
-
-
-def attention_struct(spec: AttentionSpec, sinks: Tensor | None, heads: int) -> structs.Attention:
-    """The attention's parameters for a kernel; `sinks` must outlive it."""
-    pointer = None
-    if sinks is not None:
-        check("sinks", sinks, (heads,), torch.float32)
-        pointer = ctypes.c_void_p(sinks.data_ptr())
-    return structs.Attention(spec.scale, spec.soft_cap, spec.window, pointer)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ops.cpu import structs
-from ops.cpu.library import ACTIVATIONS, TYPES, Library, check
-from ops.cpu.native import (
+from ops.cpu.arguments import (
     FLOATS,
     NativeLinear,
     attention_struct,
     batch_struct,
     head_dim_fits,
 )
+from ops.cpu.library import ACTIVATIONS, TYPES, Library, check
 
 if TYPE_CHECKING:
     from ops.op_set import AttentionBatch, DecoderSpec, DecoderWeights, LayerWeights

@@ -88,18 +88,6 @@ def is_gguf(path: Path) -> bool:
     return True
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The model at `path`: a Hugging Face folder, or a `.gguf` file of the Llama family.
-
-    Raises: ModelError: not a model, or damaged.
-    """
-    # Both forms import this module's records.
-    from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
-    from runtime.checkpoints.hugging_face import HuggingFaceCheckpoint
-
-    return GgufCheckpoint(path) if is_gguf(path) else HuggingFaceCheckpoint(path)
-
-
 def tensor_info(checkpoint: Checkpoint, name: str) -> TensorInfo:
     """Shape and type of a tensor. Raises: ModelError: the checkpoint has none of that name."""
     info = checkpoint.tensors.get(name)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.checkpoints.cache_folder import resolve_cache_dir
-from runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from runtime.checkpoints.embedded import ensure_embedded_model
+from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.errors import ConfigError, ModelError
 from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import DTYPES, Device, open_device
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ops.op_set import DecoderSpec
+    from runtime.checkpoints.checkpoint import Checkpoint
     from runtime.config import RunnerConfig
     from runtime.models.family import Family
 

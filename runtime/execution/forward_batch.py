@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from runtime.execution.req_to_token import ReqToTokenPool
+    from runtime.execution.block_table import BlockTable
     from runtime.execution.staging import Staging
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
@@ -47,7 +47,7 @@ def make_forward_batch(
     batch: ScheduleBatch,
     prompt_tokens: np.ndarray,
     staging: Staging,
-    table: ReqToTokenPool,
+    table: BlockTable,
     next_tokens: Tensor,
 ) -> ForwardBatch:
     """The device tensors of a step, after writing the step's entries of the request table.
@@ -56,7 +56,7 @@ def make_forward_batch(
         prompt_tokens: indices of the tokens that need logits beside the sampled ones.
         next_tokens: [R] int64, the newest token of each request row: the decode rows' input.
     """
-    rows, starts, lengths = _view(batch.rows), _view(batch.starts), _view(batch.lengths)
+    rows, starts, lengths = _view(batch.rows), _view(batch.prefix_lens), _view(batch.extend_lens)
     indptr = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=indptr[1:])
     tokens = int(indptr[-1])
@@ -74,7 +74,7 @@ def make_forward_batch(
             _view(batch.input_ids),
             logit_tokens,
             rows[sampled],
-            _view(batch.positions),
+            _view(batch.sample_positions),
             _view(batch.table_rows),
             _view(batch.table_indices),
             _view(batch.table_pages),
@@ -108,11 +108,11 @@ def make_forward_batch(
 
 
 def host_forward_batch(
-    batch: ScheduleBatch, prompt_tokens: np.ndarray, table: ReqToTokenPool, next_tokens: Tensor
+    batch: ScheduleBatch, prompt_tokens: np.ndarray, table: BlockTable, next_tokens: Tensor
 ) -> ForwardBatch:
     """`make_forward_batch` where the device's memory is the host's: in numpy, whose calls cost a
     fraction of torch's. A decode step of a small model has nothing to hide them behind."""
-    rows, starts, lengths = _view(batch.rows), _view(batch.starts), _view(batch.lengths)
+    rows, starts, lengths = _view(batch.rows), _view(batch.prefix_lens), _view(batch.extend_lens)
     sampled, page_size = _view(batch.sampled), table.page_size
     indptr = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=indptr[1:])
@@ -143,14 +143,14 @@ def host_forward_batch(
         ),
         logit_tokens=as_tensor(logit_tokens.astype(np.int64)),
         sampled_rows=as_tensor(rows[sampled].astype(np.int64)),
-        sample_positions=as_tensor(_view(batch.positions).astype(np.int64)),
+        sample_positions=as_tensor(_view(batch.sample_positions).astype(np.int64)),
     )
 
 
 def decode_forward_batch(
     rows: Tensor,
     kv_lens: Tensor,
-    table: ReqToTokenPool,
+    table: BlockTable,
     next_tokens: Tensor,
     max_kv_len: int,
 ) -> ForwardBatch:
@@ -199,11 +199,11 @@ def prompt_token_indices(batch: ScheduleBatch) -> tuple[np.ndarray, list[tuple[i
     for row in range(batch.num_prefill):
         request = batch.requests[row]
         if request.sampling.prompt_logprobs is not None:
-            known = len(request.input_ids) - 1 - batch.starts[row]
-            count = max(0, min(batch.lengths[row], known))
+            known = len(request.input_ids) - 1 - batch.prefix_lens[row]
+            count = max(0, min(batch.extend_lens[row], known))
             parts.append(np.arange(first, first + count, dtype=np.int32))
             counts.append((row, count))
-        first += batch.lengths[row]
+        first += batch.extend_lens[row]
     return (np.concatenate(parts) if parts else _NO_IDS), counts
 
 

@@ -18,14 +18,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runtime.execution.device import Device
-    from runtime.execution.model_runner import ModelStep
     from runtime.runner import SampleMasks, StepOutput
+
+
+class Step(Protocol):
+    """A step's work, in the order in which it is done."""
+
+    def forward(self) -> None:
+        """Computes the logits."""
+
+    def sample(self, masks: SampleMasks | None) -> None:
+        """Picks the tokens and starts their way to the host."""
+
+    def output(self) -> StepOutput:
+        """The result, once it has reached the host. Blocks until then."""
+        ...
 
 
 class LaunchedStep:
     """A step on its way: what `launch` returns (see `runtime.runner.PendingStep`)."""
 
-    def __init__(self, step: ModelStep, when_sampled: Callable[[LaunchedStep], None]) -> None:
+    def __init__(self, step: Step, when_sampled: Callable[[LaunchedStep], None]) -> None:
         self.step = step
         self.masks: SampleMasks | None = None
         self.future: Future[StepOutput] = Future()
@@ -45,7 +58,7 @@ class LaunchedStep:
 class Launcher(Protocol):
     """Runs steps in the order of their launch."""
 
-    def launch(self, step: ModelStep) -> LaunchedStep: ...
+    def launch(self, step: Step) -> LaunchedStep: ...
 
     def close(self) -> None:
         """Waits for steps that may sample; gives up those that never got `sample`."""
@@ -60,7 +73,7 @@ class ThreadLauncher:
         self._thread = threading.Thread(target=self._work, name="model-runner", daemon=True)
         self._thread.start()
 
-    def launch(self, step: ModelStep) -> LaunchedStep:
+    def launch(self, step: Step) -> LaunchedStep:
         launched = LaunchedStep(step, self._may_sample.put)
         self._steps.put(launched)
         return launched
@@ -106,7 +119,7 @@ class StreamLauncher:
         self._waiter = threading.Thread(target=self._wait, name="model-waiter", daemon=True)
         self._waiter.start()
 
-    def launch(self, step: ModelStep) -> LaunchedStep:
+    def launch(self, step: Step) -> LaunchedStep:
         launched = LaunchedStep(step, self._sample)
         self._queue(launched, step.forward)
         return launched

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from runtime.execution.block_table import BlockTable
 from runtime.execution.forward_batch import (
     ForwardBatch,
     decode_forward_batch,
@@ -18,7 +19,6 @@ from runtime.execution.forward_batch import (
 from runtime.execution.kv_pool import TokenToKVPool
 from runtime.execution.launchers import LaunchedStep, Launcher, StreamLauncher, ThreadLauncher
 from runtime.execution.logprobs import LogprobTensors, concatenate, logprobs_of, records
-from runtime.execution.req_to_token import ReqToTokenPool
 from runtime.execution.sampler import Sampled, Sampler
 from runtime.execution.staging import Staging
 from runtime.runner import RunnerInfo, StepOutput
@@ -89,7 +89,7 @@ class ModelRunner:
         self.pool = TokenToKVPool(
             decoder.spec, sizes.total_tokens, device=where, dtype=device.dtype
         )
-        self.table = ReqToTokenPool(sizes.rows, sizes.context_length, sizes.page_size, where)
+        self.table = BlockTable(sizes.rows, sizes.context_length, sizes.page_size, where)
         self.next_tokens = torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where)
         self.sampler = Sampler(device, sizes.rows + 1, decoder.spec.vocab_size, eos_token_ids)
         self.staging = Staging(device)
@@ -218,7 +218,7 @@ class ModelStep:
         """The prompt token after each token of `prompt_token_indices`, [n] int64."""
         ids: list[int] = []
         for row, count in self._prompt_counts:
-            start = self._batch.starts[row] + 1
+            start = self._batch.prefix_lens[row] + 1
             ids.extend(self._batch.requests[row].input_ids[start : start + count])
         return self._runner.device.upload(np.array(ids, dtype=np.int64))
 

@@ -55,11 +55,11 @@ def _run(
         num_prefill=1,
         requests=[Request("warm-up", tokens, sampling, arrival_s=0.0)],
         rows=array("i", [0]),
-        starts=array("i", [0]),
-        lengths=array("i", [length]),
+        prefix_lens=array("i", [0]),
+        extend_lens=array("i", [length]),
         input_ids=tokens,
         sampled=array("i", [0]),
-        positions=array("i", [length]),
+        sample_positions=array("i", [length]),
         output_counts=array("i", [0]),
     )
     step = runner.launch(batch)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from runtime.scheduling.prefill_adder import Admitted
 
 
-_FULL = (Reason.SLOTS, Reason.KV_TOTAL, Reason.KV_STEP)
+_FULL = (Reason.ROWS, Reason.KV_TOTAL, Reason.KV_STEP)
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class PrefillRows:
 class Admission:
     """Walks the queue with the budgets of one step.
 
-    "Full" is nothing but an observable with its reason: every pass looks at slots and KV anew. That
+    "Full" is nothing but an observable with its reason: every pass looks at rows and KV anew. That
     costs a sum over the running rows and one match of the first waiting prompt, whatever the length
     of the queue; a remembered refusal saves that much, and is wrong as soon as one of the many
     things that it rests on has changed unnoticed.
@@ -67,7 +67,7 @@ class Admission:
 
     @property
     def full(self) -> bool:
-        """Whether the last pass had to refuse somebody for want of slots or KV."""
+        """Whether the last pass had to refuse somebody for want of rows or KV."""
         return self.reason in _FULL
 
     # The pass
@@ -81,15 +81,15 @@ class Admission:
             retracted: this pass has retracted rows, so nobody new is admitted.
         """
         chunked = self._life.chunked
-        slots = self._slots_to_fill(now, retracted=retracted)
+        rows = self._rows_to_fill(now, retracted=retracted)
         built = PrefillRows(chunked=chunked)
-        if slots > 0 or chunked is not None:
+        if rows > 0 or chunked is not None:
             adder = self._adder(ratio, self._choose_size())
             if chunked is not None:
                 adder.add_chunked(chunked)
                 if not adder.admitted:
                     self._life.clocks.single_out(chunked, Reason.KV_STEP)
-            admitted = self._admit_waiting(adder, slots, now) if slots > 0 else []
+            admitted = self._admit_waiting(adder, rows, now) if rows > 0 else []
             built = PrefillRows(adder.admitted, adder.chunked)
             for item in adder.admitted:
                 if item.match is not None:
@@ -101,7 +101,7 @@ class Admission:
 
     def preempted(self, now: float, ratio: float) -> list[Request]:
         """Admitted requests that the first waiting one may push out, so that it then fits: for want
-        of slots or KV, or the pending chunk, behind which it would wait for a whole prompt."""
+        of rows or KV, or the pending chunk, behind which it would wait for a whole prompt."""
         life, config = self._life, self._config
         admitted = life.running if life.chunked is None else [*life.running, life.chunked]
         if config.disable_priority_preemption or not life.queue or not admitted:
@@ -119,9 +119,9 @@ class Admission:
             before = adder.off_total
             adder.add_chunked(life.chunked)
             reserved[life.chunked.request_id] = int(adder.off_total - before)
-        slots_missing = 1 - self._free_slots()
+        rows_missing = 1 - self._free_rows()
         tokens_missing = self._tokens_missing(candidate, adder)
-        if slots_missing <= 0 and tokens_missing <= 0:
+        if rows_missing <= 0 and tokens_missing <= 0:
             chunk = life.chunked
             return [chunk] if chunk and highest - chunk.priority > threshold else []
         return choose_preempted(
@@ -129,7 +129,7 @@ class Admission:
             admitted,
             self._memory,
             threshold=threshold,
-            slots_missing=slots_missing,
+            rows_missing=rows_missing,
             tokens_missing=tokens_missing,
             reserved=reserved,
         )
@@ -145,7 +145,7 @@ class Admission:
 
     # How many
 
-    def _slots_to_fill(self, now: float, *, retracted: bool) -> int:
+    def _rows_to_fill(self, now: float, *, retracted: bool) -> int:
         """Requests that may be admitted in this pass; where none, says why."""
         if not self._life.queue:
             self._blocked_by(Reason.NEXT_PASS)
@@ -153,21 +153,21 @@ class Admission:
         if retracted:
             self._blocked_by(Reason.RETRACTED)
             return 0
-        slots = self._free_slots()
-        if slots <= 0:
-            self._blocked_by(Reason.SLOTS)
+        rows = self._free_rows()
+        if rows <= 0:
+            self._blocked_by(Reason.ROWS)
             return 0
-        if not self._delayer_allows(now, slots):
+        if not self._delayer_allows(now, rows):
             self._blocked_by(Reason.DELAYER)
             return 0
-        return slots
+        return rows
 
-    def _free_slots(self) -> int:
+    def _free_rows(self) -> int:
         pending = self._life.chunked is not None
         most = self._config.max_running_requests - len(self._life.running) - pending
-        return min(most, self._memory.allocator.free_rows)
+        return min(most, self._memory.rows.num_free)
 
-    def _delayer_allows(self, now: float, slots: int) -> bool:
+    def _delayer_allows(self, now: float, rows: int) -> bool:
         if self._delayer is None or self._life.chunked is not None:
             return True
         usage = 1 - self._memory.available_tokens / self._memory.capacity_tokens
@@ -175,21 +175,21 @@ class Admission:
             now,
             waiting=len(self._life.queue),
             running=len(self._life.running),
-            free_slots=slots,
+            free_rows=rows,
             kv_usage=usage,
         )
 
     # Who
 
-    def _admit_waiting(self, adder: PrefillAdder, slots: int, now: float) -> list[Request]:
+    def _admit_waiting(self, adder: PrefillAdder, rows: int, now: float) -> list[Request]:
         self._blocked_by(Reason.NEXT_PASS)
         pending = PendingPrefixes(self._memory.page_size)
         if self._life.chunked is not None:
             pending.add(self._life.chunked)
         admitted: list[Request] = []
         for request in self._candidates(now):
-            if len(admitted) >= slots:
-                self._blocked_by(Reason.SLOTS)
+            if len(admitted) >= rows:
+                self._blocked_by(Reason.ROWS)
                 break
             prepare_prefill(request)
             match = self._memory.match(request)

@@ -45,15 +45,15 @@ def _add_prefill_row(batch: ScheduleBatch, item: Admitted, memory: KVMemory) -> 
     if item.last:
         request.state = RequestState.RUNNING
         batch.sampled.append(len(batch.requests))
-        batch.positions.append(request.length)
+        batch.sample_positions.append(request.length)
         batch.output_counts.append(request.launched_tokens)
         request.launched_tokens += 1
     else:
         request.state = RequestState.PREFILLING
     batch.requests.append(request)
     batch.rows.append(request.row)
-    batch.starts.append(item.start)
-    batch.lengths.append(item.tokens)
+    batch.prefix_lens.append(item.start)
+    batch.extend_lens.append(item.tokens)
     batch.input_ids.extend(tokens_to_prefill(request)[item.start : item.start + item.tokens])
 
 
@@ -66,10 +66,10 @@ def _add_decode_rows(batch: ScheduleBatch, running: Sequence[Request], memory: K
     starts = [request.length for request in running]
     batch.requests.extend(running)
     batch.rows.extend([request.row for request in running])
-    batch.starts.extend(starts)
-    batch.lengths.extend(array("i", [1]) * len(starts))
+    batch.prefix_lens.extend(starts)
+    batch.extend_lens.extend(array("i", [1]) * len(starts))
     batch.sampled.extend(range(first, first + len(starts)))
-    batch.positions.extend([start + 1 for start in starts])
+    batch.sample_positions.extend([start + 1 for start in starts])
     batch.output_counts.extend([request.launched_tokens for request in running])
     step, size = batch.step, memory.page_size
     for request in running:

@@ -238,7 +238,7 @@ def _largest_within(seconds: float, a: float, b: float, history: int, limit: int
 
 def shape_of(batch: ScheduleBatch) -> StepShape:
     """What the time of a step depends on."""
-    prefill = range(batch.num_prefill)
-    square = sum(batch.lengths[b] * (batch.lengths[b] + 2 * batch.starts[b]) for b in prefill)
-    context = sum(batch.starts[batch.num_prefill :]) + batch.num_decode
+    prefill = zip(batch.extend_lens[: batch.num_prefill], batch.prefix_lens, strict=False)
+    square = sum(extend * (extend + 2 * prefix) for extend, prefix in prefill)
+    context = sum(batch.prefix_lens[batch.num_prefill :]) + batch.num_decode
     return StepShape(batch.prefill_tokens, square, batch.num_decode, context)

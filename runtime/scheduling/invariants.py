@@ -36,7 +36,7 @@ def check_books(
 def _check_pages(
     memory: KVMemory, holders: Sequence[Request], launched: Sequence[ScheduleBatch]
 ) -> None:
-    free, deferred, _ = memory.allocator.snapshot()
+    free, deferred = memory.allocator.snapshot()
     owners: Counter[int] = Counter([0, *free, *deferred])
     tree: set[int] = set()
     for node in _all_nodes(memory.cache, holders):
@@ -58,9 +58,9 @@ def _check_pages(
 
 
 def _check_rows(memory: KVMemory, holders: Sequence[Request]) -> None:
-    _, _, free = memory.allocator.snapshot()
+    free = memory.rows.snapshot()
     rows = sorted([*free, *(request.row for request in holders if request.row >= 0)])
-    expected = list(range(1, memory.allocator.num_rows + 1))
+    expected = list(range(1, memory.rows.num_rows + 1))
     _require(rows == expected, f"table rows {rows} are free or held, expected {expected}")
 
 

@@ -14,9 +14,9 @@ from array import array
 from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
+from runtime.scheduling.page_allocator import PageAllocator, RowPool
 from runtime.scheduling.radix_cache import NO_MATCH, TOKEN_BYTES, PrefixMatch, RadixCache
 from runtime.scheduling.request_record import record_of, tokens_to_prefill
-from runtime.scheduling.slot_allocator import SlotAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,9 +35,8 @@ class KVMemory:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.page_size = config.page_size
-        self.allocator = SlotAllocator(
-            config.capacity_tokens, config.page_size, config.max_running_requests
-        )
+        self.allocator = PageAllocator(config.capacity_tokens, config.page_size)
+        self.rows = RowPool(config.max_running_requests)
         self.cache = RadixCache(self.allocator, config.eviction_policy)
         self.cache_enabled = not config.disable_radix_cache
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
@@ -100,7 +99,7 @@ class KVMemory:
     def start(self, request: Request, match: PrefixMatch) -> None:
         """Gives an admitted request its row and its cached prefix, which the caller has locked."""
         record = record_of(request)
-        request.row = self.allocator.allocate_row()
+        request.row = self.rows.allocate()
         request.pages = array("i", match.pages)
         request.length = match.tokens
         record.node = match.node
@@ -156,7 +155,7 @@ class KVMemory:
         self.share(request, min(keep_tokens, request.length))
         self.cache.unlock(record.node)
         self.allocator.free(request.pages[record.tree_tokens // self.page_size :])
-        self.allocator.free_row(request.row)
+        self.rows.free(request.row)
         request.row = -1
         request.pages = array("i")
         record.node = None

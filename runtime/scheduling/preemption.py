@@ -19,7 +19,7 @@ def choose_preempted(
     memory: KVMemory,
     *,
     threshold: int,
-    slots_missing: int,
+    rows_missing: int,
     tokens_missing: int,
     reserved: dict[str, int],
 ) -> list[Request]:
@@ -29,7 +29,7 @@ def choose_preempted(
     Args:
         admitted: running requests and the pending chunk.
         threshold: how much lower a victim's priority must be, and more.
-        slots_missing, tokens_missing: what keeps the candidate out; at least one is positive.
+        rows_missing, tokens_missing: what keeps the candidate out; at least one is positive.
         reserved: by request id, tokens of the forecast that fall away with it.
     """
     victims: list[Request] = []
@@ -38,6 +38,6 @@ def choose_preempted(
         victims.append(victim)
         forecast += reserved.get(victim.request_id, 0)
         freed = memory.releasable_tokens(victims) + forecast
-        if len(victims) >= slots_missing and freed >= tokens_missing:
+        if len(victims) >= rows_missing and freed >= tokens_missing:
             return victims
     return []

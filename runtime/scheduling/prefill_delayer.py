@@ -27,13 +27,13 @@ class PrefillDelayer:
         self._since_s: float | None = None
 
     def allow(
-        self, now: float, *, waiting: int, running: int, free_slots: int, kv_usage: float
+        self, now: float, *, waiting: int, running: int, free_rows: int, kv_usage: float
     ) -> bool:
         """Whether prompts may be admitted in this pass.
 
         Args:
             waiting: requests in the queue.
-            free_slots: requests that could be admitted.
+            free_rows: requests that could be admitted.
             kv_usage: share of the pool that is neither free nor evictable.
         """
         config = self._config
@@ -44,7 +44,7 @@ class PrefillDelayer:
             return True
         largest = max(self._recent, default=0)
         few = waiting < min(running * config.delayer_running_ratio, largest)
-        if free_slots >= largest and not few:
+        if free_rows >= largest and not few:
             return True
         if self._since_s is None:
             self._since_s = now

@@ -25,7 +25,7 @@ from runtime.errors import InvariantError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from runtime.scheduling.slot_allocator import SlotAllocator
+    from runtime.scheduling.page_allocator import PageAllocator
 
 TOKEN_BYTES = 4
 
@@ -93,7 +93,7 @@ class RadixCache:
         eviction_policy: "lru", "lfu" or "fifo".
     """
 
-    def __init__(self, allocator: SlotAllocator, eviction_policy: str = "lru") -> None:
+    def __init__(self, allocator: PageAllocator, eviction_policy: str = "lru") -> None:
         self.page_size = allocator.page_size
         self.eviction_policy = eviction_policy
         self.evictable_tokens = 0

@@ -29,13 +29,13 @@ class ScheduleBatch:
         step: number of the step, counted from 0.
         num_prefill: the first num_prefill rows are prefill rows, the others decode rows.
         rows: request-table row.
-        starts: position of the first new token = tokens of the row already in the pool.
-        lengths: new tokens; 1 for decode rows.
+        prefix_lens: position of the first new token = tokens of the row already in the pool.
+        extend_lens: new tokens; 1 for decode rows.
         input_ids: the prefill rows' new tokens, concatenated.
         sampled: batch rows (ascending) whose last position is sampled: every row but the middle
             chunks. `StepOutput.token_ids` is parallel to it.
-        positions: parallel to `sampled`; the number of tokens before the one sampled (counter of
-            the random generator).
+        sample_positions: parallel to `sampled`; the number of tokens before the one sampled
+            (counter of the random generator).
         output_counts: parallel to `sampled`; output tokens before the one sampled (min_tokens).
         table_rows, table_indices, table_pages: parallel to one another; entries of the request
             table to write before the step: table[row][page index] = page.
@@ -45,11 +45,11 @@ class ScheduleBatch:
     num_prefill: int = 0
     requests: list[Request] = field(default_factory=list)
     rows: array[int] = field(default_factory=ints)
-    starts: array[int] = field(default_factory=ints)
-    lengths: array[int] = field(default_factory=ints)
+    prefix_lens: array[int] = field(default_factory=ints)
+    extend_lens: array[int] = field(default_factory=ints)
     input_ids: array[int] = field(default_factory=ints)
     sampled: array[int] = field(default_factory=ints)
-    positions: array[int] = field(default_factory=ints)
+    sample_positions: array[int] = field(default_factory=ints)
     output_counts: array[int] = field(default_factory=ints)
     table_rows: array[int] = field(default_factory=ints)
     table_indices: array[int] = field(default_factory=ints)

@@ -21,7 +21,7 @@ class Reason(Enum):
 
     NONE = ""
     NEXT_PASS = "next_pass"  # arrived since the last pass; nothing has refused it
-    SLOTS = "slots"  # every request-table row is taken
+    ROWS = "rows"  # every request-table row is taken
     KV_TOTAL = "kv_total"  # the forecast of what all admitted will need
     KV_STEP = "kv_step"  # pages free in this step
     INPUT_BUDGET = "input_budget"  # max_prefill_tokens

@@ -46,11 +46,11 @@ class StepShape:
         prefill, rows = batch.num_prefill, len(batch.rows)
         tokens = pairs = 0
         for i in range(prefill):
-            length = batch.lengths[i]
+            length = batch.extend_lens[i]
             tokens += length
-            pairs += length * batch.starts[i] + length * (length + 1) // 2
+            pairs += length * batch.prefix_lens[i] + length * (length + 1) // 2
         decode = rows - prefill
-        context = sum(batch.starts[prefill:]) + decode if decode else 0
+        context = sum(batch.prefix_lens[prefill:]) + decode if decode else 0
         return cls(tokens, pairs, decode, context)
 
 

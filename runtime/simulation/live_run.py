@@ -123,7 +123,7 @@ class _Reader:
 
 def _shape(batch: dict[str, Any]) -> StepShape:
     prefill = batch["num_prefill"]
-    starts, lengths = batch["starts"], batch["lengths"]
+    starts, lengths = batch["prefix_lens"], batch["extend_lens"]
     pairs = sum(
         n * s + n * (n + 1) // 2 for s, n in zip(starts[:prefill], lengths[:prefill], strict=True)
     )

@@ -23,7 +23,7 @@ class Difference:
 
     Args:
         line: of the trace file. step: the step that was planned or committed, or the next one.
-        field: path inside the event, as in "batch.lengths[3]".
+        field: path inside the event, as in "batch.extend_lens[3]".
     """
 
     line: int

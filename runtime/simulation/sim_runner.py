@@ -106,7 +106,11 @@ class SimRunner:
                 for token, count in zip(output.token_ids, wanted, strict=True)
             ]
         for row in range(batch.num_prefill):
-            request, start, length = batch.requests[row], batch.starts[row], batch.lengths[row]
+            request, start, length = (
+                batch.requests[row],
+                batch.prefix_lens[row],
+                batch.extend_lens[row],
+            )
             count = request.sampling.prompt_logprobs
             if count is not None:
                 following = request.input_ids[start + 1 : start + length + 1]
@@ -131,13 +135,20 @@ class SimRunner:
         ):
             assert 0 < page < self._pages, f"page {page} of {self._pages}"
             self._table[row, index] = page
-        assert len(batch.rows) == len(batch.starts) == len(batch.lengths) == len(batch.requests)
+        assert (
+            len(batch.rows)
+            == len(batch.prefix_lens)
+            == len(batch.extend_lens)
+            == len(batch.requests)
+        )
         assert len(set(batch.rows)) == len(batch.rows), "a row is twice in a step"
-        total = sum(batch.lengths[: batch.num_prefill])
+        total = sum(batch.extend_lens[: batch.num_prefill])
         assert total == len(batch.input_ids), (
             f"prefill lengths sum to {total}, input_ids are {len(batch.input_ids)}"
         )
-        for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
+        for row, start, length in zip(
+            batch.rows, batch.prefix_lens, batch.extend_lens, strict=True
+        ):
             assert row > 0, "row 0 is reserved"
             assert length > 0
             for index in range(

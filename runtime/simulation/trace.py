@@ -32,21 +32,27 @@ if TYPE_CHECKING:
 
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
-VERSION = 1
+VERSION = 2
 Event = dict[str, Any]
 
 _BATCH_ARRAYS = (
     "rows",
-    "starts",
-    "lengths",
+    "prefix_lens",
+    "extend_lens",
     "input_ids",
     "sampled",
-    "positions",
+    "sample_positions",
     "output_counts",
     "table_rows",
     "table_indices",
     "table_pages",
 )
+# What the arrays of a batch were called in version 1.
+_NAMES_OF_VERSION_1 = {
+    "starts": "prefix_lens",
+    "lengths": "extend_lens",
+    "positions": "sample_positions",
+}
 # The sampling fields that a scheduler may look at.
 _SAMPLING_FIELDS = (
     "max_new_tokens",
@@ -105,9 +111,23 @@ def read_trace(path: Path) -> Trace:
     if not events or events[0][1].get("event") != "options":
         raise ConfigError(f"{path}: not a scheduler trace (no options in the first line)")
     head = events[0][1]
-    if head.get("version") != VERSION:
-        raise ConfigError(f"{path}: trace version {head.get('version')!r}: must be {VERSION}")
+    version = head.get("version")
+    if version not in (1, VERSION):
+        raise ConfigError(f"{path}: trace version {version!r}: must be 1 or {VERSION}")
+    if version == 1:
+        for _, event in events:
+            _upgrade(event)
     return Trace(head["options"], events[1:])
+
+
+def _upgrade(event: Event) -> None:
+    """Gives an event of version 1 the names of this one."""
+    if event.get("batch"):
+        event["batch"] = {
+            _NAMES_OF_VERSION_1.get(name, name): value for name, value in event["batch"].items()
+        }
+    if event.get("reason") == "slots":
+        event["reason"] = "rows"
 
 
 def _parse(lines: Iterator[str], path: Path) -> Iterator[tuple[int, Event]]:

@@ -83,7 +83,7 @@ def test_live_server_is_replayed_to_the_byte(trace_file: Path) -> None:
 def test_changed_option_is_named_where_it_first_shows(trace_file: Path) -> None:
     done = replay(str(trace_file), "--set", "chunked_prefill_size=32")
     assert done.returncode == 1
-    assert "batch.lengths" in done.stdout
+    assert "batch.extend_lens" in done.stdout
 
 
 def test_live_server_can_be_asked_what_if(trace_file: Path) -> None:

@@ -10,8 +10,9 @@ from gguf import GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.gguf_checkpoint import llama3_scaling
+from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.errors import ModelError
 from tests.runtime.checkpoints.tiny_models import (
     make_llama,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runtime.checkpoints.checkpoint import RawTensor, TensorInfo, open_checkpoint
+from runtime.checkpoints.checkpoint import RawTensor, TensorInfo
+from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.checkpoints.safetensors_file import SafetensorsFile, write_safetensors
 from runtime.errors import ModelError
 from tests.runtime.checkpoints.tiny_models import make_llama, tensors_of, write_folder

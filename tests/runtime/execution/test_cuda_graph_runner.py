@@ -180,17 +180,17 @@ def decode_batch(rows: list[int]) -> ScheduleBatch:
         request = Request(f"r{row}", array("i", [1]), SamplingParams(temperature=0.0), 0.0)
         batch.requests.append(request)
         batch.rows.append(row)
-        batch.starts.append(KV_LENS[row - 1] - 1)
-        batch.lengths.append(1)
+        batch.prefix_lens.append(KV_LENS[row - 1] - 1)
+        batch.extend_lens.append(1)
         batch.sampled.append(i)
-        batch.positions.append(KV_LENS[row - 1])
+        batch.sample_positions.append(KV_LENS[row - 1])
         batch.output_counts.append(0)
     return batch
 
 
 def prefill_batch() -> ScheduleBatch:
     batch = decode_batch([1])
-    batch.num_prefill, batch.starts[0], batch.positions[0] = 1, 0, 1
+    batch.num_prefill, batch.prefix_lens[0], batch.sample_positions[0] = 1, 0, 1
     batch.input_ids.append(9)
     return batch
 

@@ -62,14 +62,14 @@ class Bench:
             num_prefill=count if prefill else 0,
             requests=requests,
             rows=array("i", [row for row, _ in rows]),
-            lengths=array("i", [1] * count),
+            extend_lens=array("i", [1] * count),
             sampled=array("i", range(count)),
-            positions=array("i", [len(r.input_ids) + len(r.output_ids) for r in requests]),
+            sample_positions=array("i", [len(r.input_ids) + len(r.output_ids) for r in requests]),
             output_counts=array("i", [len(r.output_ids) for r in requests]),
         )
         forward = SimpleNamespace(
             sampled_rows=torch.tensor([row for row, _ in rows]),
-            sample_positions=torch.tensor(list(batch.positions)),
+            sample_positions=torch.tensor(list(batch.sample_positions)),
         )
         self.sampler.take_over(batch)
         sampled = self.sampler.sample(batch, forward, logits, masks)

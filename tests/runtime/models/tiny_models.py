@@ -103,8 +103,8 @@ class Probe:
                 self._next_page += 1
             batch.requests.append(None)
             batch.rows.append(row)
-            batch.starts.append(start)
-            batch.lengths.append(len(tokens))
+            batch.prefix_lens.append(start)
+            batch.extend_lens.append(len(tokens))
             batch.input_ids.extend(array("i", tokens))
         runner = self.runner
         forward = make_forward_batch(
@@ -114,4 +114,4 @@ class Probe:
             runner.table,
             runner.next_tokens,
         )
-        return list(runner.run_decoder(forward).split(list(batch.lengths)))
+        return list(runner.run_decoder(forward).split(list(batch.extend_lens)))

@@ -122,8 +122,8 @@ class NaiveModel:
         for b, request in enumerate(batch.requests[: batch.num_prefill]):
             life = self.lives[request.request_id]
             total = len(request.input_ids) + len(request.output_ids)
-            end = batch.starts[b] + batch.lengths[b]
-            assert batch.lengths[b] > 0
+            end = batch.prefix_lens[b] + batch.extend_lens[b]
+            assert batch.extend_lens[b] > 0
             assert end <= total, "prefills past the end of its tokens"
             assert not life.decoding
             if end < total:
@@ -140,7 +140,8 @@ class NaiveModel:
 
     def check(self) -> None:
         """Every invariant, from scratch."""
-        free, deferred, free_rows = self.scheduler.memory.allocator.snapshot()
+        free, deferred = self.scheduler.memory.allocator.snapshot()
+        free_rows = self.scheduler.memory.rows.snapshot()
         tree = self._tree()
         self._check_pages(free, deferred, tree)
         self._check_locks(tree)

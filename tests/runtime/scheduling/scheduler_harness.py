@@ -101,12 +101,12 @@ class FakeDevice:
 
     def _store(self, batch: ScheduleBatch, b: int) -> list[int]:
         """Writes a row's new KV; returns the tokens the row must see."""
-        request, start, length = batch.requests[b], batch.starts[b], batch.lengths[b]
+        request, start, length = batch.requests[b], batch.prefix_lens[b], batch.extend_lens[b]
         outputs = self.sampled.setdefault(request.request_id, [])
         history = [*request.input_ids, *outputs][: start + length]
         assert start + length <= len(request.input_ids) + len(outputs)
         if b < batch.num_prefill:
-            offset = sum(batch.lengths[:b])
+            offset = sum(batch.extend_lens[:b])
             new = list(batch.input_ids[offset : offset + length])
         else:
             assert length == 1
@@ -136,8 +136,8 @@ class FakeDevice:
         request = batch.requests[b]
         outputs = self.sampled[request.request_id]
         index = batch.output_counts[i]
-        assert batch.positions[i] == batch.starts[b] + batch.lengths[b]
-        assert batch.positions[i] == len(request.input_ids) + index
+        assert batch.sample_positions[i] == batch.prefix_lens[b] + batch.extend_lens[b]
+        assert batch.sample_positions[i] == len(request.input_ids) + index
         del outputs[index:]  # the dropped token of a request that was retracted
         token = self.script(request.request_id, index)
         outputs.append(token)

@@ -50,13 +50,13 @@ def step(tokens: int, history: int, rows: int, context: int) -> ScheduleBatch:
     if tokens:
         batch.num_prefill = 1
         batch.requests.append(request("p", 1))
-        batch.starts.append(history)
-        batch.lengths.append(tokens)
+        batch.prefix_lens.append(history)
+        batch.extend_lens.append(tokens)
         batch.input_ids.extend(range(tokens))
     for row in range(rows):
         batch.requests.append(request(f"d{row}", 1))
-        batch.starts.append(context // rows - 1)
-        batch.lengths.append(1)
+        batch.prefix_lens.append(context // rows - 1)
+        batch.extend_lens.append(1)
     batch.rows = array("i", range(1, len(batch.requests) + 1))
     return batch
 
@@ -151,8 +151,8 @@ def test_the_scheduler_learns_from_what_steps_took(target_ms: float, feasible: b
     def run(batch: ScheduleBatch) -> StepOutput:
         output = inner(batch)
         rows = batch.num_decode
-        context = sum(batch.starts[batch.num_prefill :]) + rows
-        history = batch.starts[0] if batch.num_prefill else 0
+        context = sum(batch.prefix_lens[batch.num_prefill :]) + rows
+        history = batch.prefix_lens[0] if batch.num_prefill else 0
         output.device_s = device.seconds(batch.prefill_tokens, history, rows, context)
         if batch.kind == "mixed":
             times.append(output.device_s)

@@ -8,15 +8,15 @@ from array import array
 import pytest
 
 from runtime.errors import InvariantError
+from runtime.scheduling.page_allocator import PageAllocator
 from runtime.scheduling.radix_cache import Node, PrefixMatch, RadixCache, is_dead
-from runtime.scheduling.slot_allocator import SlotAllocator
 
 
 class Tree:
     """A cache with its allocator, spoken to in tokens."""
 
     def __init__(self, pages: int = 400, page_size: int = 1, policy: str = "lru") -> None:
-        self.allocator = SlotAllocator((pages + 1) * page_size, page_size, 1)
+        self.allocator = PageAllocator((pages + 1) * page_size, page_size)
         self.cache = RadixCache(self.allocator, policy)
         self.size = page_size
 

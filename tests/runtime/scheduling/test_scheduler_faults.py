@@ -101,7 +101,7 @@ def test_a_preempted_request_with_outputs_is_prefilled_again_within_its_tokens(c
     for name, count in (("old", 60), ("young", 50)):
         assert driver.tokens[name] == [scripted_token(name, i) for i in range(count)]
     resumed = [
-        batch.starts[b] + batch.lengths[b]
+        batch.prefix_lens[b] + batch.extend_lens[b]
         for batch in driver.batches
         for b in range(batch.num_prefill)
         if batch.requests[b] is young
@@ -119,9 +119,9 @@ def test_log_probabilities_stay_parallel_to_tokens_over_retractions() -> None:
         output = inner(batch)
         output.logprobs = [TokenLogprobs(token, -1.0) for token in output.token_ids]
         for b in range(batch.num_prefill):
-            made, start = batch.requests[b], batch.starts[b]
-            last = start + batch.lengths[b] >= len(made.input_ids)
-            upto = batch.lengths[b] - last
+            made, start = batch.requests[b], batch.prefix_lens[b]
+            last = start + batch.extend_lens[b] >= len(made.input_ids)
+            upto = batch.extend_lens[b] - last
             ids = made.input_ids[start + 1 : start + 1 + upto]
             output.prompt_logprobs[b] = [TokenLogprobs(token, -2.0) for token in ids]
         return output
@@ -198,7 +198,7 @@ def test_without_the_prefix_cache_chunks_go_on_where_they_stopped() -> None:
             driver.step()
             held.append((len(made.pages), made.length))
         assert all(pages <= length for pages, length in held)
-        chunks = [batch.lengths[0] for batch in driver.batches if batch.num_prefill]
+        chunks = [batch.extend_lens[0] for batch in driver.batches if batch.num_prefill]
         assert chunks == [64, 64, 64, 64, 44]
         tokens[cache] = driver.tokens["long"]
         driver.assert_all_free()
@@ -306,7 +306,7 @@ def test_rules_see_how_many_tokens_stand_before_the_sampled_one(overlap: bool) -
     driver.run()
     for name, inputs in (("r", 10), ("s", 12)):
         counts = [
-            (batch.positions[i] - inputs, batch.output_counts[i])
+            (batch.sample_positions[i] - inputs, batch.output_counts[i])
             for batch in driver.batches
             for i, b in enumerate(batch.sampled)
             if batch.requests[b].request_id == name

@@ -90,7 +90,7 @@ class TestSteps:
         mixed = [batch for batch in driver.batches if batch.kind == "mixed"]
         assert len(mixed) == 7, "62 prefill tokens beside two decode rows"
         assert all(batch.num_decode == 2 for batch in mixed)
-        assert [batch.lengths[0] for batch in mixed] == [62] * 6 + [28]
+        assert [batch.extend_lens[0] for batch in mixed] == [62] * 6 + [28]
 
     def test_without_mixing_prefill_goes_first_and_alone(self) -> None:
         driver = Driver(config(capacity_tokens=2001, disable_mixed_chunk=True))
@@ -223,7 +223,7 @@ class TestChunkedRequest:
         driver = Driver(config(capacity_tokens=2001))
         driver.add(request("a", 100, 2), request("b", 100, 2))
         driver.run()
-        assert [list(b.lengths[: b.num_prefill]) for b in driver.batches[:4]] == [
+        assert [list(b.extend_lens[: b.num_prefill]) for b in driver.batches[:4]] == [
             [64], [36, 28], [71 - 8], [9],
         ]  # fmt: skip
 

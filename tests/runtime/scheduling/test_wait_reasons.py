@@ -20,13 +20,13 @@ def test_slots() -> None:
     driver.step()
     debug = {item.request_id: item for item in driver.scheduler.requests}
     assert debug["a"].blocked_by == ""
-    assert debug["b"].blocked_by == "slots"
+    assert debug["b"].blocked_by == "rows"
     assert driver.scheduler.statistics().full
     driver.run()
     assert waited(driver, "a") == {}
     terms = waited(driver, "b")
-    assert set(terms) == {"slots"}
-    assert terms["slots"] == pytest.approx(0.1, abs=0.021)
+    assert set(terms) == {"rows"}
+    assert terms["rows"] == pytest.approx(0.1, abs=0.021)
 
 
 def test_kv_total() -> None:
@@ -129,7 +129,7 @@ def test_the_terms_add_up_to_the_whole_wait() -> None:
 def test_every_term_has_a_name_and_a_clock() -> None:
     names = [reason.value for reason in WAIT_REASONS]
     contract = [
-        "slots",
+        "rows",
         "kv_total",
         "kv_step",
         "input_budget",
@@ -145,7 +145,7 @@ def test_every_term_has_a_name_and_a_clock() -> None:
 
 class TestDelayer:
     def ask(self, delayer: PrefillDelayer, now: float = 0.0, **changes: float) -> bool:
-        state = {"waiting": 1, "running": 16, "free_slots": 8, "kv_usage": 0.9, **changes}
+        state = {"waiting": 1, "running": 16, "free_rows": 8, "kv_usage": 0.9, **changes}
         return delayer.allow(now, **state)
 
     @pytest.fixture
@@ -160,8 +160,8 @@ class TestDelayer:
         assert self.ask(delayer, waiting=4)
 
     def test_waits_for_as_many_slots_as_the_largest_batch(self, delayer: PrefillDelayer) -> None:
-        assert not self.ask(delayer, waiting=9, free_slots=3)
-        assert self.ask(delayer, waiting=9, free_slots=4)
+        assert not self.ask(delayer, waiting=9, free_rows=3)
+        assert self.ask(delayer, waiting=9, free_rows=4)
 
     def test_an_under_used_pool_is_filled(self, delayer: PrefillDelayer) -> None:
         assert self.ask(delayer, kv_usage=0.29)

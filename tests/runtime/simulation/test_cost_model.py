@@ -41,8 +41,8 @@ def naive_pairs(start: int, length: int) -> int:
 def test_shape_counts_what_each_row_attends_to() -> None:
     batch = ScheduleBatch(step=0, num_prefill=2)
     batch.rows = array("i", [1, 2, 3, 4])
-    batch.starts = array("i", [0, 100, 7, 50])
-    batch.lengths = array("i", [10, 3, 1, 1])
+    batch.prefix_lens = array("i", [0, 100, 7, 50])
+    batch.extend_lens = array("i", [10, 3, 1, 1])
     shape = StepShape.of(batch)
     assert shape == StepShape(13, naive_pairs(0, 10) + naive_pairs(100, 3), 2, 8 + 51)
 

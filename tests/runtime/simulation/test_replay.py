@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -19,6 +20,17 @@ from tests.runtime.simulation.live_traffic import LiveTraffic, live_config
 
 ROOT = Path(__file__).parents[3]
 STEPS = 2000
+
+
+def test_a_trace_of_version_1_gives_the_same_decisions(tmp_path: Path) -> None:
+    """Recorded by release 0.1.0: chunks, retractions, time-outs, aborts and grammars, two in flight."""
+    path = tmp_path / "version_1.jsonl"
+    packed = Path(__file__).parent / "traces" / "version_1.jsonl.gz"
+    path.write_bytes(gzip.decompress(packed.read_bytes()))
+    trace = read_trace(path)
+    report = replay(trace, Scheduler(config_from(trace.options)))
+    assert report.difference is None
+    assert report.steps > 400
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +132,12 @@ def test_tampered_decision_is_found(recorded: tuple[Path, LiveTraffic]) -> None:
     )  # fmt: skip
     line, event = trace.events[index]
     altered = json.loads(to_line(event))
-    altered["batch"]["positions"][0] += 1
+    altered["batch"]["sample_positions"][0] += 1
     events = list(trace.events)
     events[index] = (line, altered)
     found = replay(replace(trace, events=events), Scheduler(config_from(trace.options))).difference
     assert found is not None
-    assert (found.line, found.step, found.field) == (line, 100, "batch.positions[0]")
+    assert (found.line, found.step, found.field) == (line, 100, "batch.sample_positions[0]")
     assert found.expected == found.got + 1
 
 
@@ -144,7 +156,7 @@ def test_trace_of_a_killed_server_ends_at_its_last_whole_line(
     [
         ("", "not a scheduler trace"),
         ('{"event":"plan"}\n', "not a scheduler trace"),
-        ('{"event":"options","version":99,"options":{}}\n', "version 99: must be 1"),
+        ('{"event":"options","version":99,"options":{}}\n', "version 99: must be 1 or 2"),
         ('{"event":"options","version":1,"options":{}}\n{nonsense\n{}\n', ":2: not JSON"),
     ],
     ids=["empty", "headless", "version", "damaged"],

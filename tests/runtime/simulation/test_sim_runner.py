@@ -17,11 +17,11 @@ def batch_of(**changes) -> ScheduleBatch:
     request = Request("r", array("i", [7, 8, 9]), SamplingParams(), 0.0)
     arrays = {
         "rows": [1],
-        "starts": [0],
-        "lengths": [3],
+        "prefix_lens": [0],
+        "extend_lens": [3],
         "input_ids": [7, 8, 9],
         "sampled": [0],
-        "positions": [3],
+        "sample_positions": [3],
         "output_counts": [0],
         "table_rows": [1],
         "table_indices": [0],
@@ -76,7 +76,7 @@ def test_a_mask_leaves_its_tokens_only():
         pytest.param({"rows": [0], "table_rows": [0]}, "row 0", id="the-reserved-row"),
         pytest.param({"table_indices": [1]}, "no page 0", id="a-position-without-a-page"),
         pytest.param(
-            {"lengths": [2]}, "lengths sum to 2, input_ids are 3", id="lengths-and-ids-differ"
+            {"extend_lens": [2]}, "lengths sum to 2, input_ids are 3", id="lengths-and-ids-differ"
         ),
     ],
 )

@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.server.api.server_kit import say
+from tests.server.server_kit import say
 
 WEATHER = {
     "type": "function",

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
+from server.api.openapi import ROUTES, docs_page, document
+from server.api.openapi_schemas import ANSWERS, GRAMMAR, REQUESTS
 from server.app import make_app
-from server.openapi import ROUTES, docs_page, document
-from server.openapi_schemas import ANSWERS, GRAMMAR, REQUESTS
-from tests.server.api.server_kit import sim_server
+from tests.server.server_kit import sim_server
 
 
 def test_the_table_holds_exactly_the_application_s_routes(sim):

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from runtime.simulation.sim_runner import SimRunner
-from tests.server.api.server_kit import say, sim_server
+from tests.server.server_kit import say, sim_server
 
 TEXT = "0123456789" * 4
 

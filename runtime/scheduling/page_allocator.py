@@ -1,0 +1,110 @@
+"""Free KV pages and free rows of the block table, as ints.
+
+Page 0 and row 0 are never handed out: padding rows of a captured graph read and write them. A page
+given back while a launched step still names it stays out of the free list until that step is
+committed (`free_after`); it then counts as reserved.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from runtime.errors import InvariantError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class RowPool:
+    """Hands out rows of the block table, last in first out.
+
+    Args:
+        num_rows: rows beside the reserved row 0.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._free = list(range(num_rows, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Takes a row. The caller has made sure that one is free."""
+        return self._free.pop()
+
+    def free(self, row: int) -> None:
+        """Gives a row back that no launched step names."""
+        self._free.append(row)
+
+    def snapshot(self) -> list[int]:
+        """The free rows, for recounts."""
+        return list(self._free)
+
+
+class PageAllocator:
+    """Hands out pages, last in first out.
+
+    Args:
+        capacity_tokens: KV tokens of the pool; what does not fill a page is never used.
+    """
+
+    def __init__(self, capacity_tokens: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = capacity_tokens // page_size
+        # An array, since the garbage collector walks through every entry of a list.
+        self._free_pages = array("i", range(self.num_pages - 1, 0, -1))
+        self._deferred: dict[int, array[int]] = {}  # by step: pages free once it is committed
+        self._num_deferred = 0
+        self._done_step = -1
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free_pages)
+
+    @property
+    def free_tokens(self) -> int:
+        return len(self._free_pages) * self.page_size
+
+    @property
+    def deferred_pages(self) -> int:
+        """Pages given back that a launched step still names."""
+        return self._num_deferred
+
+    def allocate_pages(self, count: int) -> array[int]:
+        """Takes `count` pages. The caller has made sure that they are there."""
+        free = self._free_pages
+        if count > len(free):
+            raise InvariantError(f"{count} pages asked for, {len(free)} free")
+        if not count:
+            return array("i")
+        taken = free[: -count - 1 : -1]
+        del free[-count:]
+        return taken
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Gives pages back that no launched step names."""
+        self._free_pages.extend(pages)
+
+    def free_after(self, pages: array[int], step: int) -> None:
+        """Gives pages back as soon as `step` is committed, at once if it is."""
+        if step <= self._done_step:
+            self.free(pages)
+        elif pages:
+            self._deferred.setdefault(step, array("i")).extend(pages)
+            self._num_deferred += len(pages)
+
+    def step_done(self, step: int) -> None:
+        """`step` is committed: frees what waited for it."""
+        self._done_step = step
+        pages = self._deferred.pop(step, None)
+        if pages:
+            self._num_deferred -= len(pages)
+            self.free(pages)
+
+    def snapshot(self) -> tuple[list[int], list[int]]:
+        """(free pages, deferred pages), for recounts."""
+        deferred = [page for pages in self._deferred.values() for page in pages]
+        return list(self._free_pages), deferred

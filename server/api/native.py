@@ -1,0 +1,214 @@
+"""Endpoints beside the OpenAI ones: models, health, metrics, tokens, administration, /generate."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.metadata
+import time
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from runtime.errors import EngineDead, InvalidRequest
+from runtime.request import SamplingParams
+from server.api.body_fields import BodyFields, check_token_ids
+from server.api.openai_protocol import check_model, render_options
+from server.args import public_options
+from server.formats.chat_messages import parse_messages
+from server.formats.tools import parse_tools
+from server.generation.params import GenerationParams
+from server.http.errors import Draining
+from server.service import SERVICE, Service, json_response, new_id, read_json
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler
+
+HEALTH_GENERATE_SECONDS = 20.0
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    return json_response({"object": "list", "data": [_model(request.app[SERVICE])]})
+
+
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/{name}."""
+    service = request.app[SERVICE]
+    check_model(BodyFields({"model": request.match_info["name"]}), service.limits)
+    return json_response(_model(service))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.limits.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "loomserve",
+        "max_model_len": service.limits.context_length,
+    }
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: whether the engine runs. Asks nothing of the queue."""
+    service = request.app[SERVICE]
+    if service.engine.dead is not None:
+        raise service.engine.dead
+    if service.draining:
+        raise Draining("the server is shutting down")
+    return json_response({"status": "ok"})
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """GET /health_generate: whether a token can be generated, within a time limit."""
+    service = request.app[SERVICE]
+    params = GenerationParams(sampling=SamplingParams(max_new_tokens=1, temperature=0.0))
+    start = time.perf_counter()
+    # Leaving the block, by the time limit too, takes the probe out of the queue.
+    with service.generator.start([[0]], params, new_id("health")) as generation:
+        try:
+            async with asyncio.timeout(HEALTH_GENERATE_SECONDS):
+                async for _ in generation:
+                    pass
+        except TimeoutError:
+            raise EngineDead(f"no token within {HEALTH_GENERATE_SECONDS:g} s") from None
+    return json_response({"status": "ok", "seconds": round(time.perf_counter() - start, 4)})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, for Prometheus."""
+    return web.Response(
+        body=request.app[SERVICE].metrics.render(),
+        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+    )
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize: a prompt's or a conversation's token ids."""
+    service = request.app[SERVICE]
+    fields = BodyFields(await read_json(request))
+    check_model(fields, service.limits)
+    if fields.get("messages") is not None:
+        messages = parse_messages(fields.get("messages"))
+        options = render_options(fields, messages)
+        messages, more = service.model_format.conversation(messages, parse_tools(fields.values))
+        ids = await service.tokenizer.encode_chat(messages, **options, **more)
+    else:
+        prompt = fields.string("prompt")
+        if prompt is None:
+            raise fields.error("prompt", "a string")
+        special = fields.boolean("add_special_tokens", True)
+        ids = await service.tokenizer.encode_async(prompt, add_special_tokens=special)
+    found = {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": service.limits.context_length,
+    }
+    if fields.boolean("return_token_strs"):
+        found["token_strs"] = [
+            service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids
+        ]
+    return json_response(found)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize: the text of token ids."""
+    service = request.app[SERVICE]
+    fields = BodyFields(await read_json(request))
+    check_model(fields, service.limits)
+    tokens = fields.get("tokens")
+    if not isinstance(tokens, list):
+        raise fields.error("tokens", "a list of token ids")
+    check_token_ids(tokens, service.limits.vocab_size, "tokens")
+    skip = fields.boolean("skip_special_tokens", False)
+    return json_response({"prompt": service.tokenizer.decode(tokens, skip_special_tokens=skip)})
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """POST /abort_request: {"rid": ID} or {"abort_all": true}. An unknown id is no error."""
+    service = request.app[SERVICE]
+    fields = BodyFields(await read_json(request))
+    name = fields.string("rid") or fields.string("request_id")
+    if name is None and not fields.boolean("abort_all"):
+        raise InvalidRequest('rid: must be given, or "abort_all": true', param="rid")
+    return json_response({"aborted": service.generator.abort(name)})
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    """POST /flush_cache: empties the prefix cache, where nothing runs."""
+    flushed = request.app[SERVICE].engine.scheduler.flush()
+    message = "the cache is empty" if flushed else "requests are running: nothing was flushed"
+    return json_response({"flushed": flushed, "message": message}, 200 if flushed else 409)
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("loomserve")
+    except importlib.metadata.PackageNotFoundError:  # run from a folder, never installed
+        return "unknown"
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """GET /server_info: options (no secrets), runner, and the scheduler's figures."""
+    service = request.app[SERVICE]
+    return json_response(
+        {
+            "version": version(),
+            "model": service.limits.model,
+            "options": public_options(service.config),
+            "runner": service.engine.runner.info.details,
+            "max_total_tokens": service.engine.runner.info.max_total_tokens,
+            "statistics": dataclasses.asdict(service.engine.scheduler.statistics()),
+        }
+    )
+
+
+async def debug_requests(request: web.Request) -> web.Response:
+    """GET /debug/requests: every live request, and what it has waited for; also what now holds
+    the queue back, and whether --tpot-slo-ms is within reach. No text."""
+    scheduler = request.app[SERVICE].engine.scheduler
+    now = scheduler.statistics()
+    return json_response(
+        {
+            "full": now.full,
+            "reason": now.reason,
+            "chunk_tokens": now.chunk_tokens,
+            "slo_feasible": now.slo_feasible,
+            "predicted_step_s": now.predicted_step_s,
+            "requests": [dataclasses.asdict(one) for one in scheduler.requests],
+        }
+    )
+
+
+async def debug_steps(request: web.Request) -> web.Response:
+    """GET /debug/steps?last=N: the newest step records, oldest first."""
+    records = request.app[SERVICE].engine.records
+    given = request.query.get("last", "100")
+    if not given.isdecimal() or len(given) > 6:
+        raise InvalidRequest(f"last: got {given[:40]!r}, must be a number", param="last")
+    steps = [dataclasses.asdict(record) for record in records.last(int(given))]
+    return json_response({"total": records.total, "steps": steps})
+
+
+def _routes(paths: dict[str, Handler]) -> list[web.RouteDef]:
+    return [web.get(path, handler) for path, handler in paths.items()]
+
+
+NATIVE_ROUTES = [
+    *_routes(
+        {
+            "/v1/models": models,
+            "/v1/models/{name:.+}": model,
+            "/health": health,
+            "/health_generate": health_generate,
+            "/metrics": metrics,
+            "/server_info": server_info,
+            "/debug/requests": debug_requests,
+            "/debug/steps": debug_steps,
+        }
+    ),
+    web.post("/tokenize", tokenize),
+    web.post("/detokenize", detokenize),
+    web.post("/abort_request", abort_request),
+    web.post("/flush_cache", flush_cache),
+]

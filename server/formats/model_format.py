@@ -1,0 +1,153 @@
+"""How the served model writes tool calls and reasoning, and grammars over its vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import InvalidRequest
+from server.formats.answer_parser import AnswerParser, PlainContent
+from server.formats.reasoning import ReasoningParser, reasoning_family
+from server.formats.tool_prompt import knows_tools, told_in_text
+from server.formats.tools import answer_source, tool_family
+from server.grammars import sources as sources
+from server.grammars.compiler import GrammarCompiler, hugging_face_tokenizer
+from server.grammars.fields import source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from llguidance import LLTokenizer
+
+    from server.formats.answer_parser import MessageParser
+    from server.formats.tools import Message, ToolRequest
+    from server.generation.params import GenerationParams
+    from server.grammars.sources import Source
+    from server.text.chat_template import ChatTemplate
+    from server.text.tokenizer import Tokenizer
+
+# The tail of a prompt that shows whether it has begun the reasoning.
+_TAIL_TOKENS = 16
+
+
+class ModelFormat:
+    """What handlers need to know of the model's way to write.
+
+    Args:
+        vocab_size: ids that the model can sample.
+        eos_ids: ids that end an answer.
+        tool_call_parser, reasoning_parser: values of the options; None for the former derives it
+            from the chat template, None for the latter leaves reasoning in the content.
+
+    Raises: ConfigError: an option names no family.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        *,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
+        template = tokenizer.chat_template
+        texts = [] if template is None else list(template.sources.values())
+        self.tool_family = tool_family(tool_call_parser, "\n".join(texts))
+        self.reasoning_family = reasoning_family(reasoning_parser)
+        self.knows_tools = knows_tools(texts)
+        self.takes_system = template is None or _takes_system(template)
+        self.special_tokens = tokenizer.special_tokens()
+        marks = [*self.tool_family.parser.markers]
+        if self.reasoning_family is not None:
+            marks += [self.reasoning_family.start, self.reasoning_family.end]
+        # What the parsers look for must be in the text, also where it is a special token.
+        tokenizer.show_special(marks)
+        self._tokenizer = tokenizer
+        self._vocab_size = max(vocab_size, tokenizer.vocab_size)
+        self._eos_ids = sorted(eos_ids)
+        self._compiler = GrammarCompiler(self._grammar_tokenizer, self._eos_ids)
+
+    def _grammar_tokenizer(self) -> LLTokenizer:
+        return hugging_face_tokenizer(self._tokenizer.to_json(), self._vocab_size, self._eos_ids)
+
+    def conversation(
+        self, messages: Sequence[Message], tools: ToolRequest | None
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """Messages as the chat template can show them, and the options of rendering tools."""
+        allowed = () if tools is None else tools.allowed
+        if not self.knows_tools:
+            return told_in_text(messages, allowed, system=self.takes_system), {}
+        return list(messages), {"tools": [tool.openai() for tool in allowed]} if allowed else {}
+
+    def parser_factory(
+        self, prompt_ids: Sequence[int], tools: ToolRequest | None
+    ) -> Callable[[], MessageParser]:
+        """Makes the parser of one choice's text."""
+        family = self.reasoning_family
+        if family is None and tools is None:
+            return PlainContent
+        tail = self._tail(prompt_ids)
+        return lambda: AnswerParser(
+            None if family is None else ReasoningParser(family, tail),
+            None if tools is None else self.tool_family.read(tools),
+        )
+
+    async def constrained(
+        self,
+        params: GenerationParams,
+        body: Mapping[str, Any],
+        *,
+        tools: ToolRequest | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        native: bool = False,
+    ) -> GenerationParams:
+        """The parameters with the grammar that the request asks for, compiled.
+
+        Args:
+            prompt_ids: of a chat; where it has begun the reasoning, the grammar rules what follows.
+            native: also read the native endpoint's field names.
+
+        Raises: InvalidRequest: a grammar that is wrong or cannot be enforced.
+        """
+        found = source_of(body, self.special_tokens, native=native)
+        source, param = found if found is not None else (None, "tools")
+        if tools is not None:
+            source = answer_source(tools, self.tool_family, source, self.special_tokens)
+        if source is None:
+            return params
+        if prompt_ids is not None:
+            source = self._after_reasoning(source, prompt_ids)
+        grammar = await self._compiler.compile(source, param)
+        sampling = params.sampling
+        stops = sampling.stop_token_ids
+        return replace(
+            params,
+            grammar=lambda: grammar.matcher(sampling.min_tokens, stops),
+            # The matcher holds the end back itself, and only where the grammar leaves a choice.
+            sampling=replace(sampling, min_tokens=0),
+        )
+
+    def _after_reasoning(self, source: Source, prompt_ids: Sequence[int]) -> Source:
+        family = self.reasoning_family
+        if family is None or not ReasoningParser(family, self._tail(prompt_ids)).starts_inside:
+            return source
+        return sources.after_text(family.end, source, self.special_tokens)
+
+    def _tail(self, prompt_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+
+    def close(self) -> None:
+        """Ends the compiler's threads."""
+        self._compiler.close()
+
+
+def _takes_system(template: ChatTemplate) -> bool:
+    """Whether a template shows a system message, rather than refuse it or leave it out."""
+    try:
+        text = template.render(
+            [{"role": "system", "content": "a-system-message"}, {"role": "user", "content": "Hi"}]
+        )
+    except InvalidRequest:
+        return False
+    return "a-system-message" in text

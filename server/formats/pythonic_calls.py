@@ -1,0 +1,134 @@
+"""Parser of tool calls that are written as a list of Python calls."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import string
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from server.formats.tool_parser import Nesting, ToolCallParser, openai_call_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+_CALL_HEAD = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
+_CALL_HEAD_BEGUN = re.compile(r"\s*([A-Za-z_][\w.-]*\s*)?")
+
+
+class PythonicParser(ToolCallParser):
+    """[name(key=value, ...), ...] (Llama 3.2 and 4, several small models).
+
+    A call's arguments come as one piece of JSON per keyword, as soon as its value is complete.
+    A list whose first element calls no offered tool is text.
+    """
+
+    markers = ("<|python_start|>",)
+
+    def __init__(self, known: Collection[str], new_id: Callable[[], str] = openai_call_id) -> None:
+        super().__init__(known, new_id)
+        self._state = self._beginning
+        self._index = -1
+        self._raw = ""
+        self._keyword = ""  # the keyword argument so far
+        self._given = 0
+        self._nesting = Nesting()
+
+    def _beginning(self, final: bool) -> bool:
+        first = self._pending.lstrip()[:1]
+        if not first and not final:
+            return False
+        if first == "[":
+            at = self._pending.index("[") + 1
+            self._raw, self._pending = self._pending[:at], self._pending[at:]
+            self._state = self._head
+        else:
+            self._state = self._text
+        return True
+
+    def _after_marker(self, final: bool) -> bool:
+        return self._beginning(final)
+
+    def _head(self, final: bool) -> bool:
+        head = _CALL_HEAD.match(self._pending)
+        if head and (self._index >= 0 or head[1] in self.known):
+            self._pending = self._pending[head.end() :]
+            self._index = self._start_call(head[1])
+            self._keyword, self._given, self._nesting = "", 0, Nesting("\"'")
+            self._state = self._arguments
+            return True
+        if not head and not final and _CALL_HEAD_BEGUN.fullmatch(self._pending):
+            return False
+        self._emit_text(self._marker + self._raw)
+        self._marker = self._raw = ""
+        self._state = self._text
+        return True
+
+    def _arguments(self, final: bool) -> bool:
+        nesting = self._nesting
+        for at, character in enumerate(self._pending, 1):
+            top = nesting.depth == 0 and not nesting.quote
+            if top and character in ",)":
+                self._pending = self._pending[at:]
+                self._end_keyword()
+                if character == ")":
+                    self._emit_arguments(self._index, "}" if self._given else "{}")
+                    self._state = self._between
+                return True
+            nesting.step(character)
+            self._keyword += character
+        self._pending = ""
+        return False
+
+    def _end_keyword(self) -> None:
+        keyword, self._keyword = self._keyword, ""
+        name, equals, value = keyword.partition("=")
+        if equals:
+            opening = ", " if self._given else "{"
+            self._given += 1
+            item = f"{json.dumps(name.strip())}: {_python_value(value)}"
+            self._emit_arguments(self._index, opening + item)
+
+    def _between(self, final: bool) -> bool:
+        following = self._skip(string.whitespace)
+        if not following and not final:
+            return False
+        self._state = self._head if following == "," else self._text
+        if following and following in ",]":
+            self._pending = self._pending[1:]
+            self._raw = following
+        return True
+
+
+def _python_value(source: str) -> str:
+    """A Python or JSON literal as JSON text; what is neither becomes a string."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # odd escapes are the model's, not ours
+            node = ast.parse(source.strip(), mode="eval").body
+        return json.dumps(_literal(node), ensure_ascii=False)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return json.dumps(source.strip(), ensure_ascii=False)
+
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _literal(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=str() | bool() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {
+                str(_literal(key)): _literal(value)
+                for key, value in zip(keys, values, strict=True)
+                if key is not None
+            }
+    raise ValueError("no literal")

@@ -1,0 +1,328 @@
+"""The `tools` of a request: what was offered, how the model writes calls, what it may write.
+
+`TOOL_FAMILIES` is keyed by the value of --tool-call-parser. Without the option the family is told
+from the chat template. Models whose template knows no tools are told of them in the system message,
+and write calls in the Hermes way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import ConfigError, InvalidRequest
+from server.formats.json_calls import GraniteParser, HermesParser, Llama3JsonParser, MistralParser
+from server.formats.pythonic_calls import PythonicParser
+from server.formats.tool_parser import ToolCallParser, mistral_call_id, openai_call_id
+from server.grammars import sources as sources
+from server.grammars.sources import LarkBuilder, Source, Tag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+Message = dict[str, Any]
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. Args: strict: arguments must follow `parameters`."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any]
+    strict: bool
+
+    def openai(self) -> dict[str, Any]:
+        """The tool as chat templates expect it."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": {**function, "parameters": self.parameters}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    """The tools of a request and whether they must be called.
+
+    Args:
+        tools: all that were offered.
+        callable: names of those that may be called.
+        required: the answer must be a call.
+        parallel: it may be several.
+    """
+
+    tools: tuple[Tool, ...]
+    callable: tuple[str, ...]
+    required: bool
+    parallel: bool
+
+    @property
+    def allowed(self) -> tuple[Tool, ...]:
+        return tuple(tool for tool in self.tools if tool.name in self.callable)
+
+
+def parse_tools(body: Mapping[str, Any]) -> ToolRequest | None:
+    """The tools of a chat request in OpenAI's form; None where none can be called.
+
+    Raises: InvalidRequest: naming the field that is wrong.
+    """
+    for old in ("functions", "function_call"):
+        if body.get(old) is not None:
+            raise InvalidRequest(
+                f"{old} is not served any more; use tools and tool_choice", param=old
+            )
+    given = body.get("tools")
+    choice = body.get("tool_choice")
+    if given is None or given == []:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice is given without tools", param="tool_choice")
+        return None
+    if not isinstance(given, list):
+        raise InvalidRequest(f"tools must be a list, got {given!r}", param="tools")
+    tools = tuple(_tool(one, index) for index, one in enumerate(given))
+    names = [tool.name for tool in tools]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidRequest(f"tools: {repeated!r} is offered twice", param="tools")
+    parallel = body.get("parallel_tool_calls")
+    if not isinstance(parallel, bool | None):
+        raise InvalidRequest(
+            f"parallel_tool_calls must be true or false, got {parallel!r}",
+            param="parallel_tool_calls",
+        )
+    allowed, required = _choice("auto" if choice is None else choice, names)
+    if not allowed:
+        return None
+    named = isinstance(choice, dict) and choice.get("type") == "function"  # asks for one call
+    return ToolRequest(tools, allowed, required, parallel is not False and not named)
+
+
+def _tool(given: Any, index: int) -> Tool:
+    where = f"tools[{index}]"
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or given.get("type", "function") != "function":
+        raise InvalidRequest(
+            f'{where} must be {{"type": "function", "function": {{...}}}}; other types are not'
+            " served",
+            param=where,
+        )
+    name, description = function.get("name"), function.get("description")
+    parameters, strict = function.get("parameters"), function.get("strict")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{where}.function.name must be 1 to 64 letters, digits, _, - or ., got {name!r}",
+            param=f"{where}.function.name",
+        )
+    for key, value, kind in (
+        ("description", description, str),
+        ("parameters", parameters, dict),
+        ("strict", strict, bool),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidRequest(
+                f"{where}.function.{key} must be of JSON type {_JSON_TYPES[kind]}, got {value!r}",
+                param=f"{where}.function.{key}",
+            )
+    return Tool(name, description, parameters or {"type": "object", "properties": {}}, bool(strict))
+
+
+_JSON_TYPES = {str: "string", dict: "object", bool: "boolean"}
+
+
+def _choice(choice: Any, names: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """Which tools may be called, and whether one must be."""
+    if choice in CHOICES:
+        return (() if choice == "none" else tuple(names)), choice == "required"
+    wanted: list[Any] = []
+    required = True
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        wanted = [function.get("name") if isinstance(function, dict) else choice.get("name")]
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        holder = choice.get("allowed_tools", choice)
+        listed = holder.get("tools") if isinstance(holder, dict) else None
+        for one in listed if isinstance(listed, list) else ():
+            function = one.get("function", one) if isinstance(one, dict) else None
+            wanted.append(function.get("name") if isinstance(function, dict) else None)
+        required = isinstance(holder, dict) and holder.get("mode") == "required"
+    if not wanted:
+        raise InvalidRequest(
+            f"tool_choice {choice!r}: must be one of {', '.join(CHOICES)}, or name a function",
+            param="tool_choice",
+        )
+    for name in wanted:
+        if name not in names:
+            raise InvalidRequest(
+                f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
+            )
+    return tuple(wanted), required
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFamily:
+    """How a family of models writes calls.
+
+    Args:
+        parser: reads them.
+        before, separator, after: around and between the calls of one answer.
+        begin: before a call's arguments; {name} stands for the name as JSON text.
+        end: after them.
+        in_text: calls may follow free text (their beginning cannot be mistaken).
+        keywords: arguments are Python keyword arguments, not a JSON object.
+        new_id: makes call ids.
+    """
+
+    parser: type[ToolCallParser]
+    begin: str
+    end: str
+    separator: str = ""
+    before: str = ""
+    after: str = ""
+    in_text: bool = False
+    keywords: bool = False
+    new_id: Callable[[], str] = openai_call_id
+
+    def read(self, request: ToolRequest) -> ToolCallParser:
+        """A parser for one answer."""
+        return self.parser(frozenset(tool.name for tool in request.tools), self.new_id)
+
+    def tags(self, tools: Sequence[Tool], *, enforced: bool) -> list[Tag]:
+        """A call of each tool. Args: enforced: by its schema, else by any JSON object."""
+        found = []
+        for tool in tools:
+            name = tool.name if self.keywords else json.dumps(tool.name)
+            param = f"tools.{tool.name}.parameters"
+            if self.keywords:
+                content = _keyword_arguments(tool.parameters, param)
+            elif enforced or tool.strict:
+                content = sources.json_schema(tool.parameters, param)
+            else:
+                content = sources.any_json_object(param)
+            found.append(Tag(self.begin.replace("{name}", name), content, self.end))
+        return found
+
+
+TOOL_FAMILIES = {
+    "hermes": ToolFamily(
+        HermesParser,
+        begin='<tool_call>\n{"name": {name}, "arguments": ',
+        end="}\n</tool_call>",
+        separator="\n",
+        in_text=True,
+    ),
+    "llama3_json": ToolFamily(
+        Llama3JsonParser, begin='{"name": {name}, "parameters": ', end="}", separator="; "
+    ),
+    "mistral": ToolFamily(
+        MistralParser,
+        begin='{"name": {name}, "arguments": ',
+        end="}",
+        separator=", ",
+        before="[TOOL_CALLS][",
+        after="]",
+        in_text=True,
+        new_id=mistral_call_id,
+    ),
+    "granite": ToolFamily(
+        GraniteParser,
+        begin='{"name": {name}, "arguments": ',
+        end="}",
+        separator=", ",
+        before="<|tool_call|>[",
+        after="]",
+        in_text=True,
+    ),
+    "pythonic": ToolFamily(
+        PythonicParser,
+        begin="{name}(",
+        end=")",
+        separator=", ",
+        before="[",
+        after="]",
+        keywords=True,
+    ),
+}
+TOOL_FAMILIES["qwen"] = TOOL_FAMILIES["hermes"]
+
+
+def tool_family(name: str | None, template: str | None) -> ToolFamily:
+    """The family of an option's value, or else of a chat template.
+
+    Raises: ConfigError: there is no such family.
+    """
+    if name is not None:
+        if name not in TOOL_FAMILIES:
+            raise ConfigError(
+                f"tool_call_parser {name!r}: must be one of {', '.join(TOOL_FAMILIES)}"
+            )
+        return TOOL_FAMILIES[name]
+    for mark, family in (
+        ("<tool_call>", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|tool_call|>", "granite"),
+        ("[func_name1(", "pythonic"),
+        ("<|python_start|>", "pythonic"),
+        ("<|python_tag|>", "llama3_json"),
+        ('"parameters": ', "llama3_json"),
+    ):
+        if mark in (template or ""):
+            return TOOL_FAMILIES[family]
+    return TOOL_FAMILIES["hermes"]
+
+
+def answer_source(
+    request: ToolRequest,
+    family: ToolFamily,
+    body: Source | None,
+    special_tokens: Mapping[str, int],
+) -> Source | None:
+    """What the answer to a request with tools must look like; None: anything.
+
+    Args: body: what an answer that calls no tool must look like, or None.
+    """
+    free = not request.required and body is None
+    if free and not (family.in_text and any(tool.strict for tool in request.allowed)):
+        return None
+    tags = family.tags(request.allowed, enforced=not free)
+    if free:
+        marked = [
+            replace(tag, begin=family.before + tag.begin, end=tag.end + family.after)
+            for tag in tags
+        ]
+        marker = next(iter(family.parser.markers))
+        return sources.triggered_tags(marked, [marker], special_tokens, "tools")
+    calls = sources.tags(
+        tags,
+        special_tokens,
+        at_least_one=True,
+        many=request.parallel,
+        separator=family.separator,
+        wrap=(family.before, family.after),
+    )
+    if request.required or body is None:
+        return calls
+    build = LarkBuilder(special_tokens)
+    return build.source(f"{build.embed(calls)} | {build.embed(body)}")
+
+
+def _keyword_arguments(schema: dict[str, Any], param: str) -> Source:
+    """key=value, ... in the order of the schema's properties, required ones always there."""
+    properties = schema.get("properties")
+    required = schema.get("required")
+    needed = set(required) if isinstance(required, list) else set()
+    shared = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "$schema")}
+    build = LarkBuilder({})
+    items = list(properties.items()) if isinstance(properties, dict) else []
+    # first_i: the properties from i on, when none was given so far; more_i: when some were.
+    for index, (key, value) in enumerate(items):
+        part = {**value, **shared} if isinstance(value, dict) else value
+        item = f"{build.literal(key + '=')} {build.embed(sources.json_schema(part, param))}"
+        first, more = f"{item} more_{index + 1}", f'", " {item} more_{index + 1}'
+        if key not in needed:
+            first, more = f"{first} | first_{index + 1}", f"{more} | more_{index + 1}"
+        build.rules += [f"first_{index}: {first}", f"more_{index}: {more}"]
+    build.rules += [f'first_{len(items)}: ""', f'more_{len(items)}: ""']
+    return build.source("first_0")

@@ -1,0 +1,369 @@
+"""The step loop: the only code that waits for a step, and the owner of what is being generated.
+
+    plan N+1 -> launch N+1 -> wait for N -> commit N -> deliver its tokens -> mask and sample N+1
+
+Step N + 1 is launched before N is read, so the device never waits for the host. Only its sampling
+waits, and only where a grammar must first see N's tokens. Nothing here waits for a client.
+
+A step that fails ends its own requests. A fault of the loop itself ends the engine: every present
+and later request gets `EngineDead`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from runtime.errors import EngineDead, LoomserveError
+from runtime.request import Finish, FinishReason, Request, RequestOutput
+from runtime.step_records import StepRecord, StepRecords
+from server.generation.sequence import Sequence
+from server.generation.streams import RequestStream
+from server.generation.token_masks import needs_mask, token_masks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from runtime.runner import PendingStep, Runner, StepOutput
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+    from runtime.scheduling.scheduler import Scheduler
+    from server.generation.metrics import Metrics
+    from server.generation.sequence import SequenceSpec
+    from server.text.tokenizer import Tokenizer
+
+log = logging.getLogger("loomserve.engine")
+
+# Requests may wait for the clock (a time limit, the prefill delayer) while no step runs.
+POLL_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step between launch and commit. `error` is set where the launch itself failed."""
+
+    batch: ScheduleBatch
+    pending: PendingStep | None
+    reason: str
+    planned_s: float
+    plan_s: float
+    launched_s: float
+    sampled: bool = False
+    masked_rows: int = 0
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Wake:
+    """Wakes the idle loop."""
+
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait(self, limit_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.event.wait()
+        except TimeoutError:
+            pass
+        self.event.clear()
+
+
+class Engine:
+    """Generates.
+
+    Args:
+        overlap: plan and launch the next step before the last one is read.
+        clock: seconds; the scheduler sees no other time.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.clock = clock
+        self.records = StepRecords()
+        self.dead: EngineDead | None = None
+        self._overlap = overlap
+        self._live: dict[str, Sequence] = {}
+        self._masked_live = 0  # live sequences that need token masks
+        self._wake = _Wake()
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+        self._broken: str | None = None  # the last failed recount that was reported
+        self._target_feasible = True  # as last reported
+
+    # For handlers
+
+    def start(self) -> None:
+        """Starts the loop as a task of the running event loop."""
+        self._task = asyncio.create_task(self._guarded_run(), name="engine")
+
+    async def stop(self) -> None:
+        """Ends every request, waits for the steps in flight, ends the loop. Idempotent."""
+        self._stopping = True
+        for sequence in list(self._live.values()):
+            self._forget(sequence)
+            self.scheduler.abort(sequence.request.request_id)
+            self.metrics.finished(sequence, "abort", self.clock())
+            sequence.stream.fail(EngineDead("the server is stopping"))
+        self._wake.event.set()
+        if self._task is not None:
+            await self._task
+
+    def submit(self, specs: list[SequenceSpec], request_id: str) -> RequestStream:
+        """Queues sequences that one client waits for together.
+
+        Args: request_id: unique; the sequences are named after it.
+        Raises: InvalidRequest, ContextTooLong, QueueFull, EngineDead; then none is queued.
+        """
+        if self.dead is not None:
+            raise self.dead
+        now = self.clock()
+        requests = [
+            Request(
+                request_id=f"{request_id}-{index}",
+                input_ids=_ints(spec.input_ids),
+                sampling=spec.sampling,
+                arrival_s=now,
+                priority=spec.priority,
+                namespace=spec.namespace,
+                deadline_s=spec.deadline_s,
+                grammar=spec.grammar,
+            )
+            for index, spec in enumerate(specs)
+        ]
+        stream = RequestStream(requests)
+        try:
+            for index, (spec, request) in enumerate(zip(specs, requests, strict=True)):
+                displaced = self.scheduler.add(request, now)
+                self._follow(Sequence(request, stream, index, spec, self.tokenizer))
+                self._deliver(displaced, now)
+        except LoomserveError:
+            self.abort(stream)
+            raise
+        finally:
+            self._wake.event.set()
+        return stream
+
+    def abort(self, stream: RequestStream, message: str | None = None) -> None:
+        """Ends what is left of a stream's sequences. Unknown or ended ones are left alone."""
+        for request in stream.requests:
+            sequence = self._live.get(request.request_id)
+            if sequence is not None:
+                self._end(sequence, Finish(FinishReason.ABORT, message=message))
+
+    @property
+    def live(self) -> int:
+        """Sequences that a client waits for."""
+        return len(self._live)
+
+    # The loop
+
+    async def _guarded_run(self) -> None:
+        try:
+            await self._run()
+        except Exception as error:
+            log.exception("the engine loop failed")
+            self.dead = EngineDead(f"the engine has stopped: internal error ({_kind(error)})")
+            for sequence in list(self._live.values()):
+                self._forget(sequence)
+                self.metrics.finished(sequence, "error", self.clock())
+                sequence.stream.fail(self.dead)
+
+    async def _run(self) -> None:
+        flight: _Flight | None = None
+        reason = ""
+        while not (self._stopping and flight is None and not self.scheduler.has_unfinished):
+            following, reason = self._plan_and_launch(reason)
+            if flight is not None:
+                await self._finish(flight)
+            if following is not None and not following.sampled:
+                self._sample(following)
+            if following is not None and not self._overlap:
+                await self._finish(following)
+                following = None
+            elif following is None and flight is None:
+                await self._rest()
+            flight = following
+
+    def _plan_and_launch(self, last_reason: str) -> tuple[_Flight | None, str]:
+        """Launches the next step, if there is one; also why there was none."""
+        planned = self.clock()
+        plan = self.scheduler.plan(planned)
+        if plan.ended:
+            self._deliver(plan.ended, planned)
+        batch = plan.batch
+        if batch is None:
+            return None, plan.reason
+        launched = self.clock()
+        flight = _Flight(batch, None, last_reason, planned, launched - planned, launched)
+        try:
+            flight.pending = self.runner.launch(batch)
+            if not self._masked_live or not needs_mask(batch):
+                flight.pending.sample(None)
+                flight.sampled = True
+        except Exception as error:
+            # Failed in its turn, after the step before it is committed.
+            flight.error, flight.sampled = error, True
+        return flight, ""
+
+    def _sample(self, flight: _Flight) -> None:
+        """Lets a step sample whose masks had to wait for the tokens of the step before."""
+        assert flight.pending is not None
+        masks = token_masks(flight.batch, self._live, self.runner.info.vocab_size)
+        flight.masked_rows = len(masks.rows) if masks is not None else 0
+        flight.pending.sample(masks)
+        flight.sampled = True
+
+    async def _finish(self, flight: _Flight) -> None:
+        """Waits for a step, applies and delivers what it gave."""
+        output: StepOutput | None = None
+        try:
+            if flight.error is not None:
+                raise flight.error
+            assert flight.pending is not None
+            await _done(flight.pending)
+            output = flight.pending.result()
+        except Exception as error:
+            flight.error = error
+            log.error("step %d failed", flight.batch.step, exc_info=error)
+        done = self.clock()
+        if output is None:
+            news = self.scheduler.fail(flight.batch, "the model step failed", done)
+        else:
+            news = self.scheduler.commit(flight.batch, output, done)
+        self._deliver(news, done)
+        self._record(flight, output, done)
+
+    async def _rest(self) -> None:
+        """Nothing to compute: waits for work, or for the clock where requests wait for it."""
+        if self.scheduler.has_unfinished:
+            await self._wake.wait(POLL_SECONDS)
+            return
+        broken = self.scheduler.statistics().invariant_error
+        if broken is not None and broken != self._broken:
+            self._broken = broken
+            log.error("the scheduler's books are wrong, serving goes on: %s", broken)
+        await self._wake.wait(None)
+
+    # Tokens to text to streams
+
+    def _deliver(self, news: list[RequestOutput], now: float) -> None:
+        live = self._live
+        for output in news:
+            sequence = live.get(output.request.request_id)
+            if sequence is None:  # ended already: a late token of the step in flight
+                continue
+            try:
+                finish = sequence.advance(output)
+            except Exception as error:
+                log.exception("request %s failed", output.request.request_id)
+                message = f"the output cannot be processed: internal error ({_kind(error)})"
+                finish = Finish(FinishReason.ERROR, message=message)
+                sequence.close(finish)
+            self.metrics.tokens(sequence, len(output.token_ids), now)
+            if finish is not None:
+                if finish is not output.finish:  # found in the text: the scheduler must be told
+                    self.scheduler.finish(output.request.request_id, finish)
+                self._forget(sequence)
+                self.metrics.finished(sequence, finish.reason.value, now)
+
+    def _end(self, sequence: Sequence, finish: Finish) -> None:
+        """Ends a sequence from outside; its rows and pages follow when no step names them."""
+        self.scheduler.abort(sequence.request.request_id, finish.message)
+        self._forget(sequence)
+        sequence.close(finish)
+        self.metrics.finished(sequence, finish.reason.value, self.clock())
+        self._wake.event.set()
+
+    def _follow(self, sequence: Sequence) -> None:
+        self._live[sequence.request.request_id] = sequence
+        self._masked_live += sequence.masked
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._live[sequence.request.request_id]
+        self._masked_live -= sequence.masked
+
+    def _record(self, flight: _Flight, output: StepOutput | None, done: float) -> None:
+        batch = flight.batch
+        ids = [request.request_id for request in batch.requests]
+        record = StepRecord(
+            step=batch.step,
+            kind=batch.kind,
+            prefill_rows=batch.num_prefill,
+            decode_rows=batch.num_decode,
+            prefill_tokens=batch.prefill_tokens,
+            sampled_rows=len(batch.sampled),
+            masked_rows=flight.masked_rows,
+            prefill_ids=tuple(ids[: batch.num_prefill]),
+            decode_ids=tuple(ids[batch.num_prefill :]),
+            reason=flight.reason,
+            planned_s=flight.planned_s,
+            launched_s=flight.launched_s,
+            done_s=done,
+            committed_s=self.clock(),
+            plan_s=flight.plan_s,
+            device_s=output.device_s if output is not None else 0.0,
+            failed=None if flight.error is None else _kind(flight.error),
+        )
+        self.records.append(record)
+        self.metrics.step(record)
+        self._watch_target()
+
+    def _watch_target(self) -> None:
+        """Says when --tpot-slo-ms gets out of reach, and when it is within reach again."""
+        feasible = self.scheduler.slo_feasible
+        if feasible is None or feasible is self._target_feasible:
+            return
+        self._target_feasible = feasible
+        target_ms = self.scheduler.config.tpot_slo_ms
+        if feasible:
+            log.info("tpot_slo_ms %g is feasible again", target_ms)
+            return
+        predicted_s = self.scheduler.statistics().predicted_step_s or 0.0
+        log.warning(
+            "tpot_slo_ms %g is not feasible: a step with these decode rows and the smallest chunk"
+            " is expected to take up to %.1f ms",
+            target_ms,
+            1e3 * predicted_s,
+        )
+
+
+async def _done(pending: PendingStep) -> None:
+    """Waits until `pending.result()` would not block. Always lets other tasks run once."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def set_done() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    pending.add_done_callback(lambda: _call_soon(loop, set_done))
+    await future
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function)
+
+
+def _ints(values: list[int]) -> array[int]:
+    return array("i", values)
+
+
+def _kind(error: BaseException) -> str:
+    """What clients may know of an internal error: its kind, never its text."""
+    return type(error).__name__

@@ -1,0 +1,247 @@
+"""The generation core that every endpoint is a thin form of.
+
+    generation = await generator.start(prompts, params, request_id)
+    async for delta in generation: ...      # choice index, text, tokens, logprobs, finish
+    generation.usage()
+
+Knows no HTTP and no JSON. A generation that is left early must be aborted; use it as a context.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from runtime.errors import ContextTooLong, GenerationFailed, InvalidRequest
+from runtime.request import FinishReason
+from server.generation.sequence import SequenceSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from types import TracebackType
+
+    from runtime.request import Finish, Request, SamplingParams
+    from server.generation.engine import Engine
+    from server.generation.params import ApiLimits, GenerationParams
+    from server.generation.streams import Delta, RequestStream
+    from server.text.tokenizer import Tokenizer
+
+# Choices of one seeded request get seeds this far apart (2**64 / golden ratio, made odd).
+SEED_STEP = 0x9E3779B97F4A7C15
+SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request. The prompt of several choices counts once.
+
+    Args:
+        cached_tokens: prompt tokens whose KV was found in the prefix cache.
+        wait_seconds: what the choices waited for and how long, summed; None: not asked for.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    wait_seconds: dict[str, float] | None = None
+
+
+class Generation:
+    """One request being generated: `prompts` times `best_of` choices.
+
+    Choice `c` of prompt `p` has the index p * params.best_of + c.
+
+    Args: names: the ids that /abort_request knows it by.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        stream: RequestStream,
+        prompts: Sequence[Sequence[int]],
+        params: GenerationParams,
+        names: frozenset[str],
+    ) -> None:
+        self.prompts = prompts
+        self.params = params
+        self.names = names
+        self._generator = generator
+        self._stream = stream
+        self._completion_tokens = 0
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The engine's requests, by choice index."""
+        return self._stream.requests
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas of all choices as they come, until every choice has ended.
+
+        Raises: GenerationFailed: a choice could not be completed. EngineDead.
+        """
+        hide = self.params.hide_output
+        while news := await self._stream.take():
+            for delta in news:
+                failure = _failure(delta.finish)
+                if failure is not None:
+                    raise failure
+                if hide:
+                    delta.text = ""
+                    delta.token_ids.clear()
+                    delta.logprobs.clear()
+                self._completion_tokens += len(delta.token_ids)
+                yield delta
+
+    def usage(self) -> Usage:
+        """Tokens so far; complete once the iteration has ended."""
+        first_choices = self._stream.requests[:: self.params.best_of]
+        return Usage(
+            prompt_tokens=sum(map(len, self.prompts)),
+            completion_tokens=self._completion_tokens,
+            cached_tokens=sum(request.cached_tokens for request in first_choices),
+            wait_seconds=self._wait_seconds() if self.params.include_wait_times else None,
+        )
+
+    def _wait_seconds(self) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for request in self._stream.requests:
+            for term, seconds in self._generator.engine.scheduler.waited_seconds(request).items():
+                total[term] = total.get(term, 0.0) + seconds
+        return total
+
+    def abort(self, message: str | None = None) -> None:
+        """Ends the choices that are still running. Does nothing once all have ended."""
+        self._generator.engine.abort(self._stream, message)
+
+    def __enter__(self) -> Generation:
+        self._generator.live.add(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._generator.live.discard(self)
+        self.abort("the client has gone away")
+
+
+class Generator:
+    """Starts generations.
+
+    Args:
+        seed: of the generator that draws the seeds of requests that give none.
+        request_timeout_s: for requests that give no time-out; 0: none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        limits: ApiLimits,
+        *,
+        seed: int = 0,
+        request_timeout_s: float = 0.0,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.live: set[Generation] = set()
+        self._random = random.Random(seed)
+        self._request_timeout_s = request_timeout_s
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a prompt.
+
+        Raises: ContextTooLong: it is so long that no tokenization can make it fit; found without
+            tokenizing it.
+        """
+        most = self.limits.context_length * self.tokenizer.longest_token
+        if len(text) > most:
+            raise ContextTooLong(
+                f"prompt: has {len(text)} characters, which cannot fit the context of"
+                f" {self.limits.context_length} tokens",
+                param="prompt",
+            )
+        return await self.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+    def start(
+        self,
+        prompts: Sequence[list[int]],
+        params: GenerationParams,
+        request_id: str,
+        client_id: str | None = None,
+    ) -> Generation:
+        """Queues a request.
+
+        Args:
+            prompts: token ids, each in the vocabulary.
+            request_id: the server's own, unique; also the name to abort it by.
+            client_id: a name that the client gave; need not be unique, rules nothing.
+
+        Raises: InvalidRequest, ContextTooLong, QueueFull, EngineDead; then nothing is queued.
+        """
+        for ids in prompts:
+            if not ids:
+                raise InvalidRequest("prompt: is empty; it must have at least one token")
+        sampling = replace(
+            params.sampling,
+            bad_words=self._bad_word_ids(params.bad_words),
+            stop_token_ids=params.sampling.stop_token_ids | self._special_stops(params),
+        )
+        timeout = params.timeout_s or self._request_timeout_s
+        deadline = self.engine.clock() + timeout if timeout else None
+        specs = [
+            SequenceSpec(
+                input_ids=ids,
+                sampling=replace(sampling, seed=self._seed(sampling, choice)),
+                stops=params.stops,
+                skip_special_tokens=params.skip_special_tokens,
+                priority=params.priority,
+                namespace=params.cache_salt,
+                deadline_s=deadline,
+                grammar=params.grammar() if params.grammar is not None else None,
+            )
+            for ids in prompts
+            for choice in range(params.best_of)
+        ]
+        stream = self.engine.submit(specs, request_id)
+        names = frozenset((request_id, client_id) if client_id else (request_id,))
+        return Generation(self, stream, prompts, params, names)
+
+    def abort(self, name: str | None) -> int:
+        """Ends the generations of that name, or all (None); how many there were."""
+        found = [one for one in self.live if name is None or name in one.names]
+        for generation in found:
+            generation.abort("aborted by request")
+        return len(found)
+
+    def _seed(self, sampling: SamplingParams, choice: int) -> int:
+        if sampling.seed is None:
+            return self._random.getrandbits(63)
+        return (sampling.seed + choice * SEED_STEP) & SEED_MASK
+
+    def _special_stops(self, params: GenerationParams) -> set[int]:
+        """Ids of stop strings that are one special token: hidden in the text, they stop by id."""
+        found = (self.tokenizer.special_id(stop) for stop in params.stops.strings)
+        return {i for i in found if i is not None}
+
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenized at the start of a text and after a blank."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids:
+                    found[tuple(ids)] = None
+        return tuple(found)
+
+
+def _failure(finish: Finish | None) -> GenerationFailed | None:
+    """The error for a choice that ended in a way that must not look like an answer."""
+    if finish is None or finish.reason not in (FinishReason.ERROR, FinishReason.TIMEOUT):
+        return None
+    message = finish.message or "the request could not be completed"
+    return GenerationFailed(message, timed_out=finish.reason is FinishReason.TIMEOUT)

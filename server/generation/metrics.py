@@ -1,0 +1,328 @@
+"""What /metrics shows: counted here in plain ints, rendered through prometheus_client when asked.
+
+Figures appear under the names of vLLM and of SGLang at once, so that dashboards made for either
+show this server; what only loomserve knows is named `loomserve:`. Counting costs an addition or a
+bisection per token, since the loop does it for every row of every step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from runtime.request import Request
+    from runtime.scheduling.statistics import SchedulerStatistics
+    from runtime.step_records import StepRecord
+    from server.generation.sequence import Sequence as OutputSequence
+
+LATENCY_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25),
+    *(0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Histogram:
+    """Counts per bucket; observing costs one bisection."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), as the exposition format wants them."""
+        total, found = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            found.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
+        return found
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Everything counted while serving. Written by the engine and the HTTP layer.
+
+    Args:
+        statistics: asks the scheduler, when /metrics is read.
+        waited_seconds: asks it how long a request has waited, by what it waited for.
+    """
+
+    model_name: str
+    statistics: Callable[[], SchedulerStatistics]
+    waited_seconds: Callable[[Request], Mapping[str, float]]
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    by_finish: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "timeout", "error"), 0)
+    )
+    rejected: dict[str, int] = field(default_factory=dict)  # by HTTP status
+    steps_by_kind: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "decode", "mixed"), 0)
+    )
+    step_failures: int = 0
+    connections: Callable[[], int] = lambda: 0
+
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    inter_token_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    time_per_output_token: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    wait_time: dict[str, Histogram] = field(default_factory=dict)  # by what was waited for
+    request_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    step_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+
+    def tokens(self, sequence: OutputSequence, count: int, now: float) -> None:
+        """A sequence got `count` tokens at the moment `now`."""
+        if not count:
+            return
+        self.generation_tokens += count
+        last = sequence.last_token_s
+        sequence.last_token_s = now
+        if last is not None:
+            self.inter_token_latency.observe((now - last) / count)
+            return
+        sequence.first_token_s = now
+        request = sequence.request
+        self.time_to_first_token.observe(now - sequence.arrival_s)
+        waited = self.waited_seconds(request)
+        self.queue_time.observe(sum(waited.values()))
+        for term, seconds in waited.items():
+            self.wait_time.setdefault(term, Histogram(LATENCY_S)).observe(seconds)
+        self.prompt_tokens += len(request.input_ids)
+        self.cached_tokens += request.cached_tokens
+
+    def finished(self, sequence: OutputSequence, reason: str, now: float) -> None:
+        """A sequence has ended, in whatever way; every submitted one does so exactly once."""
+        self.by_finish[reason] += 1
+        self.request_latency.observe(now - sequence.arrival_s)
+        self.request_prompt_tokens.observe(len(sequence.request.input_ids))
+        self.request_generation_tokens.observe(sequence.completion_tokens)
+        first, count = sequence.first_token_s, sequence.completion_tokens
+        if first is not None and sequence.last_token_s is not None and count > 1:
+            self.time_per_output_token.observe((sequence.last_token_s - first) / (count - 1))
+
+    def step(self, record: StepRecord) -> None:
+        """A step was committed, or has failed."""
+        self.steps_by_kind[record.kind] += 1
+        self.step_failures += record.failed is not None
+        self.step_time.observe(record.done_s - record.launched_s)
+
+    def refused(self, status: int) -> None:
+        """A request was answered with an error status."""
+        self.rejected[str(status)] = self.rejected.get(str(status), 0) + 1
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Snapshot(self))  # type: ignore[arg-type]
+        return generate_latest(registry)
+
+
+class _Snapshot:
+    """The metric families of one scrape; a prometheus_client collector."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._label = metrics.model_name
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges(self._metrics.statistics())
+        yield from self._counters(self._metrics.statistics())
+        yield from self._labelled_counters()
+        yield from self._histograms()
+
+    def _gauges(self, s: SchedulerStatistics) -> Iterator[Metric]:
+        used = s.capacity_tokens - s.free_tokens - s.evictable_tokens - s.reserved_tokens
+        usage = used / max(1, s.capacity_tokens - s.reserved_tokens)
+        active = s.running + s.prefilling
+        queued = s.waiting + s.waiting_grammar
+        found = self._metrics.prompt_tokens
+        yield from self._family(
+            GaugeMetricFamily,
+            [
+                ("vllm:num_requests_running sglang:num_running_reqs", "Requests in steps", active),
+                ("vllm:num_requests_waiting sglang:num_queue_reqs", "Requests queued", queued),
+                (
+                    "vllm:kv_cache_usage_perc sglang:token_usage",
+                    "Share of the KV pool that running requests hold, 0 to 1",
+                    usage,
+                ),
+                ("sglang:num_used_tokens", "KV tokens that running requests hold", used),
+                ("sglang:max_total_num_tokens", "KV tokens of the pool", s.capacity_tokens),
+                (
+                    "sglang:cache_hit_rate",
+                    "Share of prompt tokens found in the prefix cache since start",
+                    self._metrics.cached_tokens / found if found else 0.0,
+                ),
+                ("loomserve:kv_free_tokens", "KV tokens that nothing holds", s.free_tokens),
+                ("loomserve:kv_cached_tokens", "KV tokens of the prefix cache", s.cached_tokens),
+                (
+                    "loomserve:kv_private_tokens",
+                    "KV tokens of running requests outside the prefix cache",
+                    s.private_tokens,
+                ),
+                ("loomserve:free_rows", "Requests that could still be admitted", s.free_rows),
+                (
+                    "loomserve:new_token_ratio",
+                    "Share of their remaining output that is reserved for running requests",
+                    s.new_token_ratio,
+                ),
+                ("loomserve:chunk_tokens", "Prefill tokens of a step at most", s.chunk_tokens),
+                (
+                    "loomserve:slo_feasible",
+                    "1 if the smallest chunk holds --tpot-slo-ms, 0 if not, -1 if unknown",
+                    -1 if s.slo_feasible is None else int(s.slo_feasible),
+                ),
+                (
+                    "loomserve:invariant_broken",
+                    "1 if a recount while idle found the scheduler's books wrong",
+                    int(s.invariant_error is not None),
+                ),
+                ("loomserve:connections", "Open connections", self._metrics.connections()),
+            ],
+        )
+
+    def _counters(self, s: SchedulerStatistics) -> Iterator[Metric]:
+        m, c = self._metrics, s.counters
+        yield from self._family(
+            CounterMetricFamily,
+            [
+                (
+                    "vllm:prompt_tokens sglang:prompt_tokens",
+                    "Prompt tokens of requests that got their first token",
+                    m.prompt_tokens,
+                ),
+                (
+                    "vllm:generation_tokens sglang:generation_tokens",
+                    "Tokens generated",
+                    m.generation_tokens,
+                ),
+                (
+                    "vllm:num_preemptions sglang:num_retracted_requests",
+                    "Running requests that had to give their KV back",
+                    c.retractions + c.preemptions,
+                ),
+                (
+                    "vllm:prefix_cache_queries",
+                    "Prompt tokens looked up in the prefix cache",
+                    c.prompt_tokens,
+                ),
+                (
+                    "vllm:prefix_cache_hits sglang:cached_tokens",
+                    "Prompt tokens found there",
+                    c.cached_tokens,
+                ),
+                ("sglang:num_requests", "Requests that ended", sum(m.by_finish.values())),
+                ("sglang:num_aborted_requests", "Requests aborted", m.by_finish["abort"]),
+                ("loomserve:chunks", "Chunks of prompts computed", c.chunks),
+                ("loomserve:step_failures", "Steps that failed", m.step_failures),
+            ],
+        )
+
+    def _labelled_counters(self) -> Iterator[Metric]:
+        m = self._metrics
+        waits = self._metrics.statistics().wait_seconds
+        for name, help, label, values in (
+            (
+                "vllm:request_success",
+                "Requests that ended, by how (aborted ones too)",
+                "finished_reason",
+                m.by_finish,
+            ),
+            ("loomserve:steps", "Steps, by kind", "kind", m.steps_by_kind),
+            ("loomserve:refused_requests", "Error answers, by status", "status", m.rejected),
+            (
+                "loomserve:wait_seconds",
+                "Seconds for which each term kept the queue's head from being admitted"
+                " (next_pass runs while nothing waits, too)",
+                "term",
+                waits,
+            ),
+        ):
+            family = CounterMetricFamily(name, help, labels=["model_name", label])
+            for key, value in values.items():
+                family.add_metric([self._label, key], value)
+            yield family
+
+    def _histograms(self) -> Iterator[Metric]:
+        m = self._metrics
+        for names, help, histogram in (
+            (
+                "vllm:time_to_first_token_seconds sglang:time_to_first_token_seconds",
+                "Arrival to first token",
+                m.time_to_first_token,
+            ),
+            (
+                "vllm:inter_token_latency_seconds vllm:time_per_output_token_seconds"
+                " sglang:inter_token_latency_seconds",
+                "Time between two tokens of a request",
+                m.inter_token_latency,
+            ),
+            (
+                "vllm:request_time_per_output_token_seconds sglang:time_per_output_token_seconds",
+                "Mean time per token after the first, per request",
+                m.time_per_output_token,
+            ),
+            (
+                "vllm:request_queue_time_seconds sglang:queue_time_seconds",
+                "Time in the queue, until the first token",
+                m.queue_time,
+            ),
+            (
+                "vllm:e2e_request_latency_seconds sglang:e2e_request_latency_seconds",
+                "Arrival to end",
+                m.request_latency,
+            ),
+            ("vllm:request_prompt_tokens", "Prompt tokens per request", m.request_prompt_tokens),
+            (
+                "vllm:request_generation_tokens",
+                "Generated tokens per request",
+                m.request_generation_tokens,
+            ),
+            ("loomserve:step_seconds", "Launch of a step to its result", m.step_time),
+        ):
+            for name in names.split():
+                family = HistogramMetricFamily(name, help, labels=["model_name"])
+                family.add_metric([self._label], histogram.buckets(), histogram.sum)
+                yield family
+        family = HistogramMetricFamily(
+            "loomserve:request_wait_seconds",
+            "Time in the queue until the first token, per request and term waited for",
+            labels=["model_name", "term"],
+        )
+        for term, histogram in m.wait_time.items():
+            family.add_metric([self._label, term], histogram.buckets(), histogram.sum)
+        yield family
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        rows: list[tuple[str, str, float]],
+    ) -> Iterator[Metric]:
+        for names, help, value in rows:
+            for name in names.split():
+                family = kind(name, help, labels=["model_name"])
+                family.add_metric([self._label], value)
+                yield family

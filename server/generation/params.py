@@ -1,0 +1,63 @@
+"""What the generation core is asked for, whatever protocol asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from server.generation.stop_rules import StopRules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from runtime.request import SamplingParams
+    from server.generation.sequence import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """What a request may ask for.
+
+    Args:
+        model: the served name.
+        vocab_size: ids that prompts, biases and stops may name are below it.
+    """
+
+    model: str
+    vocab_size: int
+    context_length: int
+    max_logprobs: int = 20
+    max_n: int = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationParams:
+    """What any endpoint asks of the generation core, beside the prompt.
+
+    Args:
+        n: choices to return. best_of: choices to generate, the likeliest n of which are returned.
+        sampling: `seed` None means a seed drawn per choice; `bad_words` is filled in by the core.
+        include_wait_times: the usage says what the request waited for, and how long.
+        echo: the answer begins with the prompt.
+        hide_output: max_tokens was 0, so nothing of what is generated shows (echo, for scoring).
+        hide_logprobs: sampling.logprobs is set for the server's own sake (best_of).
+        timeout_s: from arrival to the end; None: the server's.
+        grammar: makes the constraint of one choice, or None.
+    """
+
+    sampling: SamplingParams
+    stream: bool = False
+    include_usage: bool = False
+    include_wait_times: bool = False
+    n: int = 1
+    best_of: int = 1
+    stops: StopRules = field(default_factory=StopRules)
+    bad_words: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    echo: bool = False
+    hide_output: bool = False
+    hide_logprobs: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    grammar: Callable[[], Grammar] | None = None

@@ -1,0 +1,95 @@
+"""Listening: one port for all addresses of a name, a taken one told by name, TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import ssl
+import subprocess
+
+import pytest
+
+from runtime.errors import ConfigError
+from server.args import make_config
+from server.http.sockets import base_url, listen
+from server.launcher import _tls_context
+from tests.fakes import fake_server
+
+
+def test_a_taken_port_is_named():
+    (taken,) = listen("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    with taken, pytest.raises(ConfigError, match=f"127.0.0.1:{port}: address already in use"):
+        listen("127.0.0.1", port)
+
+
+def test_an_unknown_host_is_named():
+    with pytest.raises(ConfigError, match=r"host 'no\.such\.host\.invalid'"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_all_addresses_of_a_name_share_the_port():
+    sockets = listen("localhost", 0)
+    assert len({sock.getsockname()[1] for sock in sockets}) == 1
+    for sock in sockets:
+        sock.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "tls", "url"),
+    [
+        ("127.0.0.1", False, "http://127.0.0.1:{}"),
+        ("0.0.0.0", False, "http://127.0.0.1:{}"),
+        ("127.0.0.1", True, "https://127.0.0.1:{}"),
+    ],
+)
+def test_the_printed_address_can_be_used(host, tls, url):
+    sockets = listen(host, 0)
+    assert base_url(sockets, tls=tls) == url.format(sockets[0].getsockname()[1])
+    for sock in sockets:
+        sock.close()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="the machine has no IPv6")
+def test_an_ipv6_address_is_bracketed():
+    try:
+        sockets = listen("::1", 0)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert base_url(sockets, tls=False) == f"http://[::1]:{sockets[0].getsockname()[1]}"
+    sockets[0].close()
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """Files of a certificate for 127.0.0.1 and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_tls_serves_with_the_given_files(certificate):
+    cert, key = certificate
+    config = make_config({"ssl_certfile": str(cert), "ssl_keyfile": str(key)}, {})
+    async with asyncio.timeout(30), fake_server(tls=_tls_context(config)) as server:
+        trust = ssl.create_default_context(cafile=str(cert))
+        assert server.url.startswith("https://")
+        async with server.client.get(server.url + "/health", ssl=trust) as answer:
+            assert answer.status == 200
+        body = {"prompt": "x", "max_tokens": 3}
+        async with server.client.post(
+            server.url + "/v1/completions", json=body, ssl=trust
+        ) as answer:
+            assert (await answer.json())["usage"]["completion_tokens"] == 3
+
+
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path):
+    missing = str(tmp_path / "none.pem")
+    config = make_config({"ssl_certfile": missing, "ssl_keyfile": missing}, {})
+    with pytest.raises(ConfigError, match=r"none\.pem"):
+        _tls_context(config)
