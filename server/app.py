@@ -15,12 +15,18 @@ import orjson
 from aiohttp import web
 
 from runtime.errors import InvalidRequest
-from server.api.chat_endpoints import CHAT_ROUTES
-from server.api.completions import chat_completions, completions
-from server.api.docs import DOCS_ROUTES
-from server.api.generate import generate
-from server.api.messages import anthropic_error
-from server.api.native import NATIVE_ROUTES
+from server.api import (
+    admin,
+    chat,
+    completions,
+    docs,
+    generate,
+    messages,
+    models,
+    responses,
+    tokens,
+)
+from server.api.messages_answer import anthropic_error
 from server.http.errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
 from server.service import REQUEST_ID, SERVICE, Service, json_response
 
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("loomserve.http")
 access = logging.getLogger("loomserve.access")
 
+PROTOCOLS = (chat, completions, responses, messages, generate, models, tokens, admin, docs)
 # Probes and scrapers carry no key, and must be answered while the server drains.
 OPEN_PATHS = ("/health", "/metrics")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -49,16 +56,8 @@ def make_app(service: Service) -> web.Application:
     )
     app[SERVICE] = service
     app.on_response_prepare.append(add_headers)
-    app.add_routes(
-        [
-            web.post("/v1/completions", completions),
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/generate", generate),
-            *CHAT_ROUTES,
-            *DOCS_ROUTES,
-            *NATIVE_ROUTES,
-        ]
-    )
+    for protocol in PROTOCOLS:
+        app.add_routes(protocol.ROUTES)
     return app
 
 

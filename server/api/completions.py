@@ -1,38 +1,35 @@
-"""/v1/completions and /v1/chat/completions, streamed and whole: thin forms of the core."""
+"""/v1/completions: what follows a prompt."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from server.api.answers import ChatAnswer, CompletionAnswer
-from server.api.chat_plan import plan_chat
-from server.api.openai_protocol import parse_completion
-from server.http.errors import error_answer, internal_error
-from server.http.sse import EventStream, SlowReader
-from server.service import REQUEST_ID, SERVICE, json_response, new_id, read_json
+from aiohttp import web
+
+from runtime.errors import InvalidRequest, wrong
+from server.api.answers import CompletionAnswer
+from server.api.body_fields import BodyFields, check_token_ids
+from server.api.delivery import send
+from server.api.sampling_fields import check_model, generation_params
+from server.service import REQUEST_ID, SERVICE, new_id, read_json
 
 if TYPE_CHECKING:
-    from typing import Any
+    from server.generation.generator import Generator
+    from server.generation.params import ApiLimits, GenerationParams
 
-    from aiohttp import web
-
-    from server.api.openai_protocol import CompletionRequest
-    from server.generation.generator import Generation, Generator
-    from server.generation.streams import Delta
-    from server.http.errors import ErrorAnswer
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_SEQUENCES = 1024  # of one request: prompts times choices
 
 
-class Answer(Protocol):
-    """What turns a generation's deltas into an endpoint's bytes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """/v1/completions. prompts: texts or token ids, at least one."""
 
-    def events(self, delta: Delta) -> bytes: ...
-
-    def closing(self) -> bytes: ...
-
-    def failure(self, error: ErrorAnswer) -> bytes: ...
-
-    async def whole(self) -> dict[str, Any]: ...
+    prompts: list[str | list[int]]
+    params: GenerationParams
+    add_special_tokens: bool = True
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -61,23 +58,72 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return await send(request, generation, answer)
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """POST /v1/chat/completions."""
-    service = request.app[SERVICE]
-    plan = await plan_chat(await read_json(request), service)
-    request_id = new_id("chatcmpl")
-    with service.generator.start(
-        [plan.prompt_ids], plan.params, request_id, request[REQUEST_ID]
-    ) as generation:
-        answer = ChatAnswer(
-            request_id,
-            int(time.time()),
-            service.limits.model,
-            generation,
-            service.tokenizer,
-            plan.new_parser,
+def parse_completion(body: Any, limits: ApiLimits) -> CompletionRequest:
+    """Raises: InvalidRequest: a field that is wrong. ModelNotFound."""
+    fields = BodyFields(body)
+    check_model(fields, limits)
+    if fields.get("suffix"):
+        raise InvalidRequest(
+            "suffix: not supported, since the model cannot fill in the middle; leave it out",
+            param="suffix",
         )
-        return await send(request, generation, answer)
+    echo = fields.boolean("echo")
+    max_tokens = fields.integer(
+        "max_tokens",
+        low=0 if echo else 1,
+        default=limits.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS,
+    )
+    logprobs = fields.integer("logprobs", low=0, high=limits.max_logprobs)
+    n = fields.integer("n", low=1, high=limits.max_n, default=1) or 1
+    best_of = fields.integer("best_of", low=n, high=limits.max_n, default=n) or n
+    stream = fields.boolean("stream")
+    if stream and best_of > n:
+        raise InvalidRequest(
+            f"best_of: got {best_of} with n {n}; a stream cannot choose among more than n",
+            param="best_of",
+        )
+    prompts = _prompts(fields, limits)
+    if len(prompts) * best_of > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"prompt: {len(prompts)} prompts with {best_of} choices each; at most {MAX_SEQUENCES}"
+            " choices are allowed",
+            param="prompt",
+        )
+    params = generation_params(
+        fields,
+        limits,
+        max_tokens=max_tokens,
+        # The likeliest of several are found by their tokens' probabilities.
+        logprobs=0 if logprobs is None and best_of > n else logprobs,
+        prompt_logprobs=logprobs if echo else None,
+        n=n,
+        best_of=best_of,
+        echo=echo,
+        hide_logprobs=logprobs is None,
+    )
+    return CompletionRequest(
+        prompts=prompts,
+        params=params,
+        add_special_tokens=fields.boolean("add_special_tokens", True),
+    )
+
+
+def _prompts(fields: BodyFields, limits: ApiLimits) -> list[str | list[int]]:
+    """One or several prompts, each a text or token ids."""
+    allowed = "a string, a list of strings, a list of token ids, or a list of such lists"
+    value = fields.get("prompt")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise fields.error("prompt", allowed)
+    if all(type(item) is int for item in value):
+        value = [value]
+    for index, prompt in enumerate(value):
+        if isinstance(prompt, list) and prompt:
+            check_token_ids(prompt, limits.vocab_size, f"prompt[{index}]")
+        elif not isinstance(prompt, str):
+            raise wrong(f"prompt[{index}]", prompt, "a string or a list of token ids")
+    return value
 
 
 async def encode_prompts(wish: CompletionRequest, generator: Generator) -> list[list[int]]:
@@ -93,28 +139,4 @@ async def encode_prompts(wish: CompletionRequest, generator: Generator) -> list[
     return found
 
 
-async def send(request: web.Request, generation: Generation, answer: Answer) -> web.StreamResponse:
-    """Answers with a body, or with events as they come."""
-    if not generation.params.stream:
-        return json_response(await answer.whole())
-    out = EventStream(request, request.app[SERVICE].config.slow_reader_timeout)
-    try:
-        async for delta in generation:
-            await out.send(answer.events(delta))
-        await out.send(answer.closing())
-    except (ConnectionError, SlowReader):
-        return out.response  # nobody is there to be told; leaving aborts what still runs
-    except Exception as error:
-        if not out.started:
-            raise
-        # Clients must not take the stream for complete.
-        await out.send(answer.failure(_known_error(request, error)))
-    return await out.end()
-
-
-def _known_error(request: web.Request, error: Exception) -> ErrorAnswer:
-    found = error_answer(error)
-    if found is None:
-        request.app.logger.error("a stream failed", exc_info=error)
-        found = internal_error()
-    return found
+ROUTES = [web.post("/v1/completions", completions)]

@@ -6,16 +6,17 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from aiohttp import web
+
 from runtime.errors import InvalidRequest, wrong
 from server.api.body_fields import BodyFields, check_token_ids
-from server.api.completions import encode_prompts, send
-from server.api.openai_protocol import CompletionRequest, check_model, generation_params
+from server.api.completions import CompletionRequest, encode_prompts
+from server.api.delivery import send
+from server.api.sampling_fields import check_model, generation_params
 from server.http.sse import DONE, event
 from server.service import REQUEST_ID, SERVICE, new_id, read_json
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from runtime.request import Finish, TokenLogprobs
     from server.generation.generator import Generation
     from server.generation.params import ApiLimits
@@ -63,7 +64,9 @@ def parse_generate(body: Any, limits: ApiLimits) -> tuple[CompletionRequest, boo
     params = generation_params(
         options,
         limits,
-        max_tokens=options.integer("max_tokens", low=1, default=DEFAULT_NEW_TOKENS),
+        max_tokens=options.integer(
+            "max_tokens", low=1, default=limits.defaults.max_new_tokens or DEFAULT_NEW_TOKENS
+        ),
         logprobs=logprobs,
         # SGLang scores the prompt from a position on; here it is scored whole or not at all.
         prompt_logprobs=logprobs if start == 0 else None,
@@ -181,3 +184,6 @@ class GenerateAnswer:
             self._choices[delta.index].add(delta)
         bodies = [self._body(index) for index in range(len(self._choices))]
         return bodies[0] if self._single else bodies
+
+
+ROUTES = [web.post("/generate", generate)]

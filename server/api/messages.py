@@ -1,27 +1,17 @@
-"""/v1/messages in Anthropic's form: bodies to chat requests, chat deltas to messages and events.
-
-No HTTP here.
-"""
+"""/v1/messages, in Anthropic's form: its body to a chat request."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import orjson
+from aiohttp import web
 
 from runtime.errors import InvalidRequest, wrong
 from server.api.body_fields import BodyFields
-from server.http.sse import event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from server.formats.answer_parser import MessageParser
-    from server.generation.generator import Generation
-    from server.generation.streams import Delta
-    from server.http.errors import ErrorAnswer
-
-Block = dict[str, Any]
+from server.api.chat import plan_chat
+from server.api.delivery import send
+from server.api.messages_answer import AnthropicAnswer
+from server.service import REQUEST_ID, SERVICE, json_response, new_id, read_json
 
 _SAME = (
     "model",
@@ -36,6 +26,25 @@ _SAME = (
     "chat_template_kwargs",
 )
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """POST /v1/messages."""
+    service = request.app[SERVICE]
+    plan = await plan_chat(chat_body(await read_json(request)), service)
+    message_id = new_id("msg")
+    with service.generator.start(
+        [plan.prompt_ids], plan.params, message_id, request[REQUEST_ID]
+    ) as generation:
+        answer = AnthropicAnswer(message_id, service.limits.model, generation, plan.new_parser)
+        return await send(request, generation, answer)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """POST /v1/messages/count_tokens: the tokens of the prompt that /v1/messages would make."""
+    body = chat_body(await read_json(request), counting=True)
+    plan = await plan_chat(body, request.app[SERVICE])
+    return json_response({"input_tokens": len(plan.prompt_ids)})
 
 
 def chat_body(body: Any, *, counting: bool = False) -> dict[str, Any]:
@@ -193,168 +202,7 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-class AnthropicAnswer:
-    """A message, streamed or whole; the whole one is what the stream amounts to."""
-
-    def __init__(
-        self,
-        message_id: str,
-        model: str,
-        generation: Generation,
-        new_parser: Callable[[], MessageParser],
-    ) -> None:
-        self._id = message_id
-        self._model = model
-        self._generation = generation
-        self._parser = new_parser()
-        self._content: list[Block] = []
-        self._open = False  # the last block is being written
-        self._input: list[str] = []  # of the tool use that is being written
-        self._begun = False
-        self._stop_reason: str | None = None
-        self._stop_sequence: str | None = None
-
-    def events(self, delta: Delta) -> bytes:
-        """The bytes of the events that a delta makes."""
-        out = b"" if self._begun else self._opening()
-        parts = self._parser.feed(delta.text)
-        if delta.finish is not None:
-            parts += self._parser.finish()
-        for part in parts:
-            if text := part.get("reasoning_content"):
-                out += self._text("thinking", text)
-            if text := part.get("content"):
-                out += self._text("text", text)
-            for call in part.get("tool_calls", ()):
-                out += self._call(call)
-        if delta.finish is not None:
-            self._stop(delta.finish.reason.value, delta.finish.matched)
-        return out
-
-    def closing(self) -> bytes:
-        """The events that end the stream."""
-        out = b"" if self._begun else self._opening()
-        out += self._close_block()
-        ended = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        out += _event("message_delta", delta=ended, usage=self._usage())
-        return out + _event("message_stop")
-
-    def failure(self, error: ErrorAnswer) -> bytes:
-        """The event that ends a stream which cannot go on."""
-        return event(anthropic_error(error), "error")
-
-    async def whole(self) -> dict[str, Any]:
-        """The message, once the generation has ended."""
-        async for delta in self._generation:
-            self.events(delta)
-        self.closing()
-        return self._message()
-
-    def _message(self) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": list(self._content),
-            "stop_reason": self._stop_reason,
-            "stop_sequence": self._stop_sequence,
-            "usage": self._usage(),
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        """Anthropic counts cached prompt tokens apart from the others."""
-        usage = self._generation.usage()
-        return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "cache_read_input_tokens": usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": usage.completion_tokens,
-        }
-
-    def _opening(self) -> bytes:
-        self._begun = True
-        return _event("message_start", message=self._message())
-
-    def _stop(self, reason: str, matched: int | str | None) -> None:
-        if reason == "length":
-            self._stop_reason = "max_tokens"
-        elif self._parser.called_tools:
-            self._stop_reason = "tool_use"
-        elif isinstance(matched, str):
-            self._stop_reason, self._stop_sequence = "stop_sequence", matched
-        else:
-            self._stop_reason = "end_turn"
-
-    def _open_block(self, block: Block) -> bytes:
-        out = self._close_block()
-        self._content.append(block)
-        self._open = True
-        index = len(self._content) - 1
-        return out + _event("content_block_start", index=index, content_block=block)
-
-    def _delta(self, **fields: Any) -> bytes:
-        return _event("content_block_delta", index=len(self._content) - 1, delta=fields)
-
-    def _text(self, kind: str, text: str) -> bytes:
-        out = b""
-        if not self._open or self._content[-1]["type"] != kind:
-            more = {"signature": ""} if kind == "thinking" else {}
-            out = self._open_block({"type": kind, kind: "", **more})
-        self._content[-1][kind] += text
-        return out + self._delta(type=f"{kind}_delta", **{kind: text})
-
-    def _call(self, call: dict[str, Any]) -> bytes:
-        out = b""
-        function = call["function"]
-        if "id" in call:
-            call_id = "toolu_" + call["id"].removeprefix("call_")
-            block = {"type": "tool_use", "id": call_id, "name": function["name"], "input": {}}
-            out = self._open_block(block)
-            self._input = []
-        if text := function.get("arguments"):
-            self._input.append(text)
-            out += self._delta(type="input_json_delta", partial_json=text)
-        return out
-
-    def _close_block(self) -> bytes:
-        if not self._open:
-            return b""
-        block = self._content[-1]
-        if block["type"] == "tool_use":
-            block["input"] = _object("".join(self._input))
-        self._open = False
-        return _event("content_block_stop", index=len(self._content) - 1)
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, kind)
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call; empty where the model wrote no whole object."""
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-_ERROR_TYPES: Mapping[int, str] = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def anthropic_error(error: ErrorAnswer) -> dict[str, Any]:
-    """An error's body as Anthropic's clients read it."""
-    kind = _ERROR_TYPES.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.body["error"]["message"]}}
+ROUTES = [
+    web.post("/v1/messages", messages),
+    web.post("/v1/messages/count_tokens", count_tokens),
+]

@@ -1,25 +1,18 @@
-"""/v1/responses: bodies to chat requests, chat deltas to response objects and typed events.
-
-Nothing is stored: a conversation is sent whole each time. No HTTP here.
-"""
+"""/v1/responses: its body to a chat request. Nothing is stored: a conversation is sent whole."""
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
+
+from aiohttp import web
 
 from runtime.errors import InvalidRequest, wrong
 from server.api.body_fields import BodyFields
-from server.http.sse import event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from server.formats.answer_parser import MessageParser
-    from server.generation.generator import Generation
-    from server.generation.streams import Delta
-    from server.http.errors import ErrorAnswer
+from server.api.chat import plan_chat
+from server.api.delivery import send
+from server.api.responses_answer import ResponseAnswer
+from server.service import REQUEST_ID, SERVICE, new_id, read_json
 
 Item = dict[str, Any]
 
@@ -46,6 +39,26 @@ _SAME = (
     "timeout",
 )
 _UNSERVED = ("previous_response_id", "conversation", "prompt")
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses."""
+    service = request.app[SERVICE]
+    body = await read_json(request)
+    plan = await plan_chat(chat_body(body), service)
+    response_id = new_id("resp")
+    with service.generator.start(
+        [plan.prompt_ids], plan.params, response_id, request[REQUEST_ID]
+    ) as generation:
+        answer = ResponseAnswer(
+            response_id,
+            body,
+            int(time.time()),
+            service.limits.model,
+            generation,
+            plan.new_parser,
+        )
+        return await send(request, generation, answer)
 
 
 def chat_body(body: Any) -> dict[str, Any]:
@@ -160,233 +173,4 @@ def _text_format(given: Any) -> dict[str, Any] | None:
     return given  # type: ignore[no-any-return]  # checked with the chat request
 
 
-def _id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"
-
-
-@dataclass(slots=True)
-class _Open:
-    """The output item that is being written."""
-
-    item: Item
-    text: list[str] = field(default_factory=list)
-
-
-class ResponseAnswer:
-    """A response, streamed or whole; the whole one is what the stream amounts to.
-
-    Args: body: the request, parts of which the response repeats.
-    """
-
-    def __init__(
-        self,
-        response_id: str,
-        body: Mapping[str, Any],
-        created: int,
-        model: str,
-        generation: Generation,
-        new_parser: Callable[[], MessageParser],
-    ) -> None:
-        self._generation = generation
-        self._parser = new_parser()
-        self._base = {"id": response_id, **_echoed(body, created, model)}
-        self._output: list[Item] = []
-        self._open: _Open | None = None
-        self._events = 0
-        self._reasoning_tokens = 0
-        self._reasoned = self._answering = False
-        self._status = "in_progress"
-        self._incomplete: str | None = None
-        self._begun = False
-
-    def events(self, delta: Delta) -> bytes:
-        """The bytes of the events that a delta makes."""
-        out = b"" if self._begun else self._opening()
-        parts = self._parser.feed(delta.text)
-        if delta.finish is not None:
-            parts += self._parser.finish()
-            if delta.finish.reason.value == "length":
-                self._incomplete = "max_output_tokens"
-        for part in parts:
-            if text := part.get("reasoning_content"):
-                out += self._text("reasoning", text)
-            if text := part.get("content"):
-                out += self._text("message", text)
-            for call in part.get("tool_calls", ()):
-                out += self._call(call)
-        self._count_reasoning(parts, len(delta.token_ids))
-        return out
-
-    def _count_reasoning(self, parts: list[dict[str, Any]], tokens: int) -> None:
-        """Tokens up to the answer are the reasoning's, its marks included, where there is any."""
-        thought = any("reasoning_content" in part for part in parts)
-        self._reasoned |= thought
-        self._answering |= bool(parts) and not thought
-        if not self._answering:
-            self._reasoning_tokens += tokens
-
-    def closing(self) -> bytes:
-        """The events that end the stream."""
-        out = b"" if self._begun else self._opening()
-        out += self._close_item()
-        self._status = "incomplete" if self._incomplete else "completed"
-        return out + self._event(f"response.{self._status}", response=self._response())
-
-    def failure(self, error: ErrorAnswer) -> bytes:
-        """The event that ends a stream which cannot go on."""
-        self._status = "failed"
-        told = error.body["error"]
-        failed = {"code": "server_error", "message": told["message"]}
-        return self._event("response.failed", response={**self._response(), "error": failed})
-
-    async def whole(self) -> dict[str, Any]:
-        """The response object, once the generation has ended."""
-        async for delta in self._generation:
-            self.events(delta)
-        self.closing()
-        return self._response()
-
-    # Events
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._events, **fields}
-        self._events += 1
-        return event(data, kind)
-
-    def _opening(self) -> bytes:
-        self._begun = True
-        return self._event("response.created", response=self._response()) + self._event(
-            "response.in_progress", response=self._response()
-        )
-
-    def _at(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open.item["id"], "output_index": len(self._output)}
-
-    def _open_item(self, item: Item) -> bytes:
-        out = self._close_item()
-        self._open = _Open(item)
-        shown = {**item, "content": []} if "content" in item else item
-        return out + self._event(
-            "response.output_item.added", output_index=len(self._output), item=shown
-        )
-
-    def _text(self, kind: str, text: str) -> bytes:
-        out = b""
-        if self._open is None or self._open.item["type"] != kind:
-            if kind == "message":
-                item: Item = {"type": kind, "id": _id("msg"), "role": "assistant"}
-            else:
-                item = {"type": kind, "id": _id("rs"), "summary": []}
-            out = self._open_item({**item, "status": "in_progress", "content": [_part(kind, "")]})
-            out += self._event(
-                "response.content_part.added", **self._at(), content_index=0, part=_part(kind, "")
-            )
-        assert self._open is not None
-        self._open.text.append(text)
-        more: Item = {"logprobs": []} if kind == "message" else {}
-        return out + self._event(
-            f"response.{_STREAM_NAME[kind]}.delta",
-            **self._at(),
-            content_index=0,
-            delta=text,
-            **more,
-        )
-
-    def _call(self, call: dict[str, Any]) -> bytes:
-        out = b""
-        function = call["function"]
-        if "id" in call:
-            item = {"type": "function_call", "id": _id("fc"), "call_id": call["id"]}
-            item |= {"name": function["name"], "arguments": "", "status": "in_progress"}
-            out = self._open_item(item)
-        if text := function.get("arguments"):
-            assert self._open is not None
-            self._open.text.append(text)
-            out += self._event("response.function_call_arguments.delta", **self._at(), delta=text)
-        return out
-
-    def _close_item(self) -> bytes:
-        if self._open is None:
-            return b""
-        item, text = self._open.item, "".join(self._open.text)
-        kind = item["type"]
-        if kind == "function_call":
-            item["arguments"] = text
-            out = self._event(
-                "response.function_call_arguments.done",
-                **self._at(),
-                name=item["name"],
-                arguments=text,
-            )
-        else:
-            part = _part(kind, text)
-            item["content"] = [part]
-            more: Item = {"logprobs": []} if kind == "message" else {}
-            at = {**self._at(), "content_index": 0}
-            out = self._event(f"response.{_STREAM_NAME[kind]}.done", **at, text=text, **more)
-            out += self._event("response.content_part.done", **at, part=part)
-        item["status"] = "incomplete" if self._incomplete else "completed"
-        out += self._event("response.output_item.done", output_index=len(self._output), item=item)
-        self._output.append(item)
-        self._open = None
-        return out
-
-    def _response(self) -> dict[str, Any]:
-        done = self._status not in ("in_progress", "failed")
-        reason = self._incomplete if self._status == "incomplete" else None
-        return {
-            **self._base,
-            "status": self._status,
-            "incomplete_details": {"reason": reason} if reason else None,
-            "output": list(self._output),
-            "usage": self._usage() if done else None,
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        usage = self._generation.usage()
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {
-                "reasoning_tokens": self._reasoning_tokens if self._reasoned else 0
-            },
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-
-
-_STREAM_NAME = {"message": "output_text", "reasoning": "reasoning_text"}
-
-
-def _part(kind: str, text: str) -> dict[str, Any]:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _echoed(body: Mapping[str, Any], created: int, model: str) -> dict[str, Any]:
-    """What the response repeats of its request."""
-    text = body.get("text") or {}
-    reasoning = body.get("reasoning") or {}
-    choice = body.get("tool_choice")
-    return {
-        "object": "response",
-        "created_at": created,
-        "model": model,
-        "error": None,
-        "instructions": body.get("instructions"),
-        "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": body.get("metadata") or {},
-        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "previous_response_id": None,
-        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "store": False,
-        "temperature": 1.0 if body.get("temperature") is None else body["temperature"],
-        "text": {"format": text.get("format") or {"type": "text"}},
-        "tool_choice": "auto" if choice is None else choice,
-        "tools": body.get("tools") or [],
-        "top_p": 1.0 if body.get("top_p") is None else body["top_p"],
-        "truncation": "disabled",
-        "user": body.get("user"),
-    }
+ROUTES = [web.post("/v1/responses", responses)]

@@ -14,9 +14,24 @@ if TYPE_CHECKING:
     from server.generation.sequence import Grammar
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a request gets that does not say otherwise; a model may bring its own.
+
+    Args: max_new_tokens: None: the endpoint's own default.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
-    """What a request may ask for.
+    """What a request may ask for, and what it gets where it does not.
 
     Args:
         model: the served name.
@@ -28,6 +43,7 @@ class ApiLimits:
     context_length: int
     max_logprobs: int = 20
     max_n: int = 128
+    defaults: SamplingDefaults = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
-from server.api.openapi import ROUTES, docs_page, document
+from server.api.docs import docs_page
+from server.api.openapi import ROUTES, document
 from server.api.openapi_schemas import ANSWERS, GRAMMAR, REQUESTS
 from server.app import make_app
 from tests.server.server_kit import sim_server

@@ -1,4 +1,4 @@
-"""Endpoints beside the OpenAI ones: models, health, metrics, tokens, administration, /generate."""
+"""What operators ask and order: health, metrics, figures, aborting, flushing."""
 
 from __future__ import annotations
 
@@ -6,47 +6,18 @@ import asyncio
 import dataclasses
 import importlib.metadata
 import time
-from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from runtime.errors import EngineDead, InvalidRequest
 from runtime.request import SamplingParams
-from server.api.body_fields import BodyFields, check_token_ids
-from server.api.openai_protocol import check_model, render_options
+from server.api.body_fields import BodyFields
 from server.args import public_options
-from server.formats.chat_messages import parse_messages
-from server.formats.tools import parse_tools
 from server.generation.params import GenerationParams
 from server.http.errors import Draining
-from server.service import SERVICE, Service, json_response, new_id, read_json
-
-if TYPE_CHECKING:
-    from aiohttp.typedefs import Handler
+from server.service import SERVICE, json_response, new_id, read_json
 
 HEALTH_GENERATE_SECONDS = 20.0
-
-
-async def models(request: web.Request) -> web.Response:
-    """GET /v1/models."""
-    return json_response({"object": "list", "data": [_model(request.app[SERVICE])]})
-
-
-async def model(request: web.Request) -> web.Response:
-    """GET /v1/models/{name}."""
-    service = request.app[SERVICE]
-    check_model(BodyFields({"model": request.match_info["name"]}), service.limits)
-    return json_response(_model(service))
-
-
-def _model(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.limits.model,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "loomserve",
-        "max_model_len": service.limits.context_length,
-    }
 
 
 async def health(request: web.Request) -> web.Response:
@@ -83,47 +54,6 @@ async def metrics(request: web.Request) -> web.Response:
     )
 
 
-async def tokenize(request: web.Request) -> web.Response:
-    """POST /tokenize: a prompt's or a conversation's token ids."""
-    service = request.app[SERVICE]
-    fields = BodyFields(await read_json(request))
-    check_model(fields, service.limits)
-    if fields.get("messages") is not None:
-        messages = parse_messages(fields.get("messages"))
-        options = render_options(fields, messages)
-        messages, more = service.model_format.conversation(messages, parse_tools(fields.values))
-        ids = await service.tokenizer.encode_chat(messages, **options, **more)
-    else:
-        prompt = fields.string("prompt")
-        if prompt is None:
-            raise fields.error("prompt", "a string")
-        special = fields.boolean("add_special_tokens", True)
-        ids = await service.tokenizer.encode_async(prompt, add_special_tokens=special)
-    found = {
-        "tokens": ids,
-        "count": len(ids),
-        "max_model_len": service.limits.context_length,
-    }
-    if fields.boolean("return_token_strs"):
-        found["token_strs"] = [
-            service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids
-        ]
-    return json_response(found)
-
-
-async def detokenize(request: web.Request) -> web.Response:
-    """POST /detokenize: the text of token ids."""
-    service = request.app[SERVICE]
-    fields = BodyFields(await read_json(request))
-    check_model(fields, service.limits)
-    tokens = fields.get("tokens")
-    if not isinstance(tokens, list):
-        raise fields.error("tokens", "a list of token ids")
-    check_token_ids(tokens, service.limits.vocab_size, "tokens")
-    skip = fields.boolean("skip_special_tokens", False)
-    return json_response({"prompt": service.tokenizer.decode(tokens, skip_special_tokens=skip)})
-
-
 async def abort_request(request: web.Request) -> web.Response:
     """POST /abort_request: {"rid": ID} or {"abort_all": true}. An unknown id is no error."""
     service = request.app[SERVICE]
@@ -149,13 +79,14 @@ def version() -> str:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """GET /server_info: options (no secrets), runner, and the scheduler's figures."""
+    """GET /server_info: options (no secrets), sampling defaults, runner, scheduler."""
     service = request.app[SERVICE]
     return json_response(
         {
             "version": version(),
             "model": service.limits.model,
             "options": public_options(service.config),
+            "sampling_defaults": dataclasses.asdict(service.limits.defaults),
             "runner": service.engine.runner.info.details,
             "max_total_tokens": service.engine.runner.info.max_total_tokens,
             "statistics": dataclasses.asdict(service.engine.scheduler.statistics()),
@@ -190,25 +121,13 @@ async def debug_steps(request: web.Request) -> web.Response:
     return json_response({"total": records.total, "steps": steps})
 
 
-def _routes(paths: dict[str, Handler]) -> list[web.RouteDef]:
-    return [web.get(path, handler) for path, handler in paths.items()]
-
-
-NATIVE_ROUTES = [
-    *_routes(
-        {
-            "/v1/models": models,
-            "/v1/models/{name:.+}": model,
-            "/health": health,
-            "/health_generate": health_generate,
-            "/metrics": metrics,
-            "/server_info": server_info,
-            "/debug/requests": debug_requests,
-            "/debug/steps": debug_steps,
-        }
-    ),
-    web.post("/tokenize", tokenize),
-    web.post("/detokenize", detokenize),
+ROUTES = [
+    web.get("/health", health),
+    web.get("/health_generate", health_generate),
+    web.get("/metrics", metrics),
+    web.get("/server_info", server_info),
+    web.get("/debug/requests", debug_requests),
+    web.get("/debug/steps", debug_steps),
     web.post("/abort_request", abort_request),
     web.post("/flush_cache", flush_cache),
 ]

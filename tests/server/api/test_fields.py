@@ -7,7 +7,8 @@ import math
 import pytest
 
 from runtime.errors import InvalidRequest, ModelNotFound
-from server.api.openai_protocol import parse_chat, parse_completion
+from server.api.chat import parse_chat
+from server.api.completions import parse_completion
 from server.formats.chat_messages import parse_messages
 from server.generation.params import ApiLimits
 
