@@ -9,6 +9,8 @@ from runtime.request import Finish, FinishReason
 from runtime.scheduling.request_record import RequestRecord, kv_need
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from runtime.config import SchedulerConfig
     from runtime.request import Request
     from runtime.scheduling.lifecycle import Lifecycle
@@ -53,20 +55,31 @@ def resolve_max_new_tokens(
     return min(context_length - inputs, spare)
 
 
-def make_place(request: Request, life: Lifecycle, cap: int) -> tuple[Request, Finish] | None:
-    """At the queue's cap, who goes for a newcomer of higher priority, and with which words.
+def make_places(
+    requests: Sequence[Request], life: Lifecycle, cap: int
+) -> list[tuple[Request, Finish]]:
+    """At the queue's cap, who goes for newcomers of higher priority, and with which words. Changes
+    nothing.
 
     Args:
         cap: most requests that wait; 0: no cap.
 
-    Raises: QueueFull: nobody waits that could go, so the newcomer does.
+    Raises:
+        InvalidRequest: more newcomers than the queue ever takes.
+        QueueFull: fewer wait that could go than places are missing, so the newcomers do.
     """
-    waiting = len(life.queue) + len(life.compiling)
-    if not cap or waiting < cap:
-        return None
+    if not cap or len(life.queue) + len(life.compiling) + len(requests) <= cap:
+        return []
+    if len(requests) > cap:
+        raise InvalidRequest(
+            f"The request asks for {len(requests)} sequences; the queue takes at most {cap}."
+        )
+    waiting = life.waiting_on
+    missing = waiting + len(requests) - cap
+    lowest = min(request.priority for request in requests)
+    others = life.queue.to_displace(lowest, missing)
     retry_after_s = max(1.0, life.mean_wait_s)
-    other = life.queue.first_to_displace(request.priority)
-    if other is None:
+    if len(others) < missing:
         raise QueueFull(
             f"{waiting} requests are waiting, and the queue takes {cap}.",
             retry_after_s=retry_after_s,
@@ -75,7 +88,7 @@ def make_place(request: Request, life: Lifecycle, cap: int) -> tuple[Request, Fi
         f"The queue takes {cap} requests, and one of higher priority needed the place."
         f" Retry after {retry_after_s:.0f} s."
     )
-    return other, Finish(FinishReason.ERROR, "queue_full", message)
+    return [(other, Finish(FinishReason.ERROR, "queue_full", message)) for other in others]
 
 
 def make_record(

@@ -62,6 +62,7 @@ class Lifecycle:
         self.inflight: deque[InFlight] = deque()
         self.clocks = WaitClocks()
         self.mean_wait_s = 0.0  # of recent admissions
+        self._endings: list[tuple[Request, bool]] = []  # and whether an output tells of it
         self._deadlines = Deadlines()
         self._ended_by_length: dict[str, Request] = {}
 
@@ -151,14 +152,38 @@ class Lifecycle:
         """Live requests whose time is up; each is to be ended before the next is asked for."""
         return self._deadlines.expired(now, self.live)
 
-    def record_ending(self, request_id: str, finish: Finish) -> Request | None:
-        """Marks a live request as about to end: its later tokens are dropped. None where it is
-        unknown, has ended, or is marked already."""
+    def record_ending(self, request_id: str, finish: Finish, *, announced: bool) -> bool:
+        """Marks a live request as about to end: its later tokens are dropped, and the next pass
+        ends it. False where it is unknown, has ended, or is marked already.
+
+        Args:
+            announced: that pass gives an output of it.
+        """
         request = self.live.get(request_id)
         if request is None or record_of(request).ending is not None:
-            return None
+            return False
         record_of(request).ending = finish
-        return request
+        self._endings.append((request, announced))
+        return True
+
+    def take_endings(self) -> list[tuple[Request, Finish, bool]]:
+        """The endings recorded since the last call, of requests that have not ended otherwise
+        meanwhile: (request, how it ends, whether an output tells of it)."""
+        endings, self._endings = self._endings, []
+        return [
+            (request, finish, announced)
+            for request, announced in endings
+            if request.finish is None and (finish := record_of(request).ending) is not None
+        ]
+
+    @property
+    def waiting_on(self) -> int:
+        """Requests that wait, in the queue or for their grammar, and are not about to end."""
+        leaving = sum(
+            request.finish is None and request.state is RequestState.WAITING
+            for request, _ in self._endings
+        )
+        return len(self.queue) + len(self.compiling) - leaving
 
     def override_length(self, request_id: str, finish: Finish) -> bool:
         """Replaces the end of a request that has just ended by length."""

@@ -39,6 +39,11 @@ class ScheduleBatch:
         output_counts: parallel to `sampled`; output tokens before the one sampled (min_tokens).
         table_rows, table_indices, table_pages: parallel to one another; entries of the request
             table to write before the step: table[row][page index] = page.
+        retry: these rows were in a step that failed; they compute the same again.
+        restore: requests of this step whose row a step that failed, or was taken back with it, may
+            have changed on the device. Before this step is launched, what the device keeps per row
+            (newest token, penalty counts) is to be set anew from `input_ids` and `output_ids`,
+            which then are all tokens before this step.
     """
 
     step: int
@@ -54,6 +59,8 @@ class ScheduleBatch:
     table_rows: array[int] = field(default_factory=ints)
     table_indices: array[int] = field(default_factory=ints)
     table_pages: array[int] = field(default_factory=ints)
+    retry: bool = False
+    restore: list[Request] = field(default_factory=list)
 
     @property
     def num_decode(self) -> int:

@@ -22,7 +22,7 @@ from runtime.scheduling.admission import Admission
 from runtime.scheduling.batch_builder import build_batch
 from runtime.scheduling.decode_memory import DecodeMemory
 from runtime.scheduling.inspection import debug_record, take_statistics
-from runtime.scheduling.intake import make_place, make_record, resolve_max_new_tokens
+from runtime.scheduling.intake import make_places, make_record, resolve_max_new_tokens
 from runtime.scheduling.invariants import check_books
 from runtime.scheduling.kv_memory import KVMemory
 from runtime.scheduling.lifecycle import InFlight, Lifecycle
@@ -34,6 +34,8 @@ from runtime.scheduling.step_results import apply_results
 from runtime.scheduling.wait_clocks import Reason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from runtime.config import SchedulerConfig
     from runtime.request import Request
     from runtime.runner import StepOutput
@@ -86,7 +88,6 @@ class Scheduler:
         self._admission = Admission(config, self._life)
         self._decode_memory = DecodeMemory(self._life)
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
-        self._endings: list[tuple[Request, bool]] = []  # and whether an output tells of it
         self._next_seq = 0
         self._next_step = 0
         self._idle_checked = True
@@ -95,29 +96,42 @@ class Scheduler:
     # Requests
 
     def add(self, request: Request, now: float) -> list[RequestOutput]:
-        """Takes a request into the queue.
+        """Takes a request into the queue; a group of one.
 
-        Returns: the last output of a waiting request of lower priority that had to make room.
-        Raises: InvalidRequest, ContextTooLong, QueueFull; the request is then not taken.
+        Returns, raises: as `add_group`.
+        """
+        return self.add_group([request], now)
+
+    def add_group(self, requests: Sequence[Request], now: float) -> list[RequestOutput]:
+        """Takes requests that one client waits for together into the queue: all of them, or none.
+
+        Returns: the last outputs of waiting requests of lower priority that had to make room;
+            nobody has to unless the whole group gets in.
+        Raises: InvalidRequest, ContextTooLong, QueueFull; then none is taken.
         """
         config, life = self.config, self._life
-        if request.request_id in life.live:
-            raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
-        request.max_new_tokens = resolve_max_new_tokens(
-            request,
-            context_length=config.context_length,
-            usable_tokens=self.memory.capacity_tokens,
-            page_size=config.page_size,
-        )
-        displaced = make_place(request, life, config.max_queued_requests)
+        ids = [request.request_id for request in requests]
+        for request_id in ids:
+            if request_id in life.live or ids.count(request_id) > 1:
+                raise InvalidRequest(f"Request id {request_id!r} is in use.")
+        limits = [
+            resolve_max_new_tokens(
+                request,
+                context_length=config.context_length,
+                usable_tokens=self.memory.capacity_tokens,
+                page_size=config.page_size,
+            )
+            for request in requests
+        ]
+        displaced = make_places(requests, life, config.max_queued_requests)
         computed = self.counters.computed_tokens
-        request.scheduling = make_record(request, self._next_seq, computed, config)
-        self._next_seq += 1
-        life.add(request, now)
-        if displaced is None:
-            return []
-        self.counters.displaced += 1
-        return [self._end(*displaced)]
+        for request, limit in zip(requests, limits, strict=True):
+            request.max_new_tokens = limit
+            request.scheduling = make_record(request, self._next_seq, computed, config)
+            self._next_seq += 1
+            life.add(request, now)
+        self.counters.displaced += len(displaced)
+        return [self._end(*pair) for pair in displaced]
 
     def abort(self, request_id: str, message: str | None = None) -> bool:
         """Records that a request is to end; the next plan ends it and gives its last output.
@@ -126,7 +140,7 @@ class Scheduler:
         unknown, has ended, or is already about to.
         """
         finish = Finish(FinishReason.ABORT, message=message)
-        return self._record_ending(request_id, finish, announced=True)
+        return self._life.record_ending(request_id, finish, announced=True)
 
     def abort_all(self, message: str | None = None) -> int:
         """Aborts every request; returns how many."""
@@ -142,14 +156,7 @@ class Scheduler:
         """
         if self._life.override_length(request_id, finish):
             return True
-        return self._record_ending(request_id, finish, announced=False)
-
-    def _record_ending(self, request_id: str, finish: Finish, *, announced: bool) -> bool:
-        request = self._life.record_ending(request_id, finish)
-        if request is None:
-            return False
-        self._endings.append((request, announced))
-        return True
+        return self._life.record_ending(request_id, finish, announced=False)
 
     @property
     def has_unfinished(self) -> bool:
@@ -325,11 +332,7 @@ class Scheduler:
     # Endings
 
     def _apply_endings(self, plan: Plan) -> None:
-        endings, self._endings = self._endings, []
-        for request, announced in endings:
-            finish = record_of(request).ending
-            if request.finish is not None or finish is None:
-                continue
+        for request, finish, announced in self._life.take_endings():
             news = self._end(request, finish)
             if announced:
                 plan.ended.append(news)

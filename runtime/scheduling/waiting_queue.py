@@ -49,15 +49,17 @@ class WaitingQueue:
         """Index behind the last entry that has the priority of entry `first`."""
         return bisect_right(self.entries, self.entries[first][0], key=_level)
 
-    def first_to_displace(self, priority: int) -> Request | None:
-        """Who makes room when the queue is at its cap: of the lowest priority below this one, the
-        newest that has not been given any token yet."""
+    def to_displace(self, priority: int, count: int) -> list[Request]:
+        """Up to `count` requests that make room when the queue is at its cap: of the lowest
+        priorities below this one, the newest that have not been given any token yet. One that is
+        about to end by itself makes no room."""
+        found: list[Request] = []
         for level, _, request in reversed(self.entries):
-            if -level >= priority:
-                return None
-            if not request.output_ids:
-                return request
-        return None
+            if len(found) >= count or -level >= priority:
+                break
+            if not request.output_ids and record_of(request).ending is None:
+                found.append(request)
+        return found
 
 
 def _level(entry: Entry) -> int:

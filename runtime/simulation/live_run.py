@@ -57,6 +57,9 @@ class _Reader:
         self._now_s = event.get("now", self._now_s)
         if kind == "add" and "error" not in event:
             self._add(event["request"])
+        elif kind == "add_group" and "error" not in event:
+            for request in event["requests"]:
+                self._add(request)
         elif kind == "abort" and event.get("result"):
             self._aborts.setdefault(event["id"], self._now_s)
         elif kind == "abort_all":

@@ -13,7 +13,7 @@ from runtime.simulation.trace import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from runtime.request import Finish, Grammar, Request, RequestOutput
     from runtime.runner import StepOutput
@@ -64,14 +64,28 @@ class RecordingScheduler:
         return getattr(self._inner, name)
 
     def add(self, request: Request, now: float) -> list[RequestOutput]:
-        if request.grammar is not None:
-            request.grammar = LatchedGrammar(request.grammar)
-            if not request.grammar.ready:
-                self._compiling[request.request_id] = request.grammar
+        self._latch_grammar(request)
         event: Event = {"event": "add", "now": now, "request": request_record(request)}
         outputs = self._call(event, lambda: self._inner.add(request, now))
         self._write(event, outputs=outputs_record(outputs))
         return outputs
+
+    def add_group(self, requests: Sequence[Request], now: float) -> list[RequestOutput]:
+        if len(requests) == 1:  # the same to the scheduler, and the common case in a trace
+            return self.add(requests[0], now)
+        for request in requests:
+            self._latch_grammar(request)
+        records = [request_record(request) for request in requests]
+        event: Event = {"event": "add_group", "now": now, "requests": records}
+        outputs = self._call(event, lambda: self._inner.add_group(requests, now))
+        self._write(event, outputs=outputs_record(outputs))
+        return outputs
+
+    def _latch_grammar(self, request: Request) -> None:
+        if request.grammar is not None:
+            request.grammar = LatchedGrammar(request.grammar)
+            if not request.grammar.ready:
+                self._compiling[request.request_id] = request.grammar
 
     def abort(self, request_id: str, message: str | None = None) -> bool:
         event: Event = {"event": "abort", "id": request_id, "message": message}

@@ -110,6 +110,8 @@ class _Replay:
         scheduler, kind = self._scheduler, event["event"]
         if kind == "add":
             scheduler.add(self._request(event["request"]), event["now"])
+        elif kind == "add_group":
+            scheduler.add_group([self._request(r) for r in event["requests"]], event["now"])
         elif kind == "abort":
             scheduler.abort(event["id"], event["message"])
         elif kind == "abort_all":

@@ -4,6 +4,7 @@ The first line holds the version and the scheduler's options; each later line is
 arguments (the inputs) and what it returned (the decision):
 
     {"event":"add","now":…,"request":{…},"outputs":[…]}      or "error":[type, message]
+    {"event":"add_group","now":…,"requests":[{…},…],"outputs":[…]}            likewise
     {"event":"abort" | "abort_all" | "finish" | "flush", …,"result":…}
     {"event":"change_options","changes":{…}}                  options changed while serving
     {"event":"grammar","id":…,"ready":true}                   before the call that sees it

@@ -18,7 +18,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runtime.errors import EngineDead, LoomserveError
+from runtime.errors import EngineDead
 from runtime.request import Finish, FinishReason, Request, RequestOutput
 from runtime.step_records import StepRecord, StepRecords
 from server.generation.sequence import Sequence
@@ -146,16 +146,15 @@ class Engine:
             for index, spec in enumerate(specs)
         ]
         stream = RequestStream(requests)
-        try:
-            for index, (spec, request) in enumerate(zip(specs, requests, strict=True)):
-                displaced = self.scheduler.add(request, now)
-                self._follow(Sequence(request, stream, index, spec, self.tokenizer))
-                self._deliver(displaced, now)
-        except LoomserveError:
-            self.abort(stream)
-            raise
-        finally:
-            self._wake.event.set()
+        sequences = [
+            Sequence(request, stream, index, spec, self.tokenizer)
+            for index, (spec, request) in enumerate(zip(specs, requests, strict=True))
+        ]
+        displaced = self.scheduler.add_group(requests, now)
+        for sequence in sequences:
+            self._follow(sequence)
+        self._deliver(displaced, now)
+        self._wake.event.set()
         return stream
 
     def abort(self, stream: RequestStream, message: str | None = None) -> None:

@@ -77,6 +77,57 @@ class TestIntake:
         driver.run()
         assert driver.reason("mid") == driver.reason("high") == "length"
 
+    def test_a_group_displaces_nobody_unless_all_of_it_gets_in(self) -> None:
+        driver = Driver(config(max_queued_requests=3))
+        low = [request(f"low{i}", 5, priority=0) for i in range(2)]
+        driver.add(*low, request("high", 5, priority=9))
+        group = [request(f"choice{i}", 5, priority=5) for i in range(3)]
+        with pytest.raises(QueueFull, match=r"3 requests are waiting.*takes 3"):
+            driver.scheduler.add_group(group, driver.now)
+        assert driver.scheduler.statistics().waiting == 3
+        assert not any(item.finish for item in low)
+        driver.collect(driver.scheduler.add_group(group[:2], driver.now))
+        assert driver.reason("low0") == driver.reason("low1") == "error"
+        driver.run()
+        ends = [driver.reason(name) for name in ("high", "choice0", "choice1")]
+        assert ends == ["length"] * 3
+
+    def test_a_group_with_one_bad_request_is_refused_whole(self) -> None:
+        driver = Driver()
+        good = request("good", 5)
+        for bad, error in (
+            (request("bad", []), "no tokens"),
+            (request("good", 5), "in use"),
+            (request("bad", 5000), "maximum context length"),
+        ):
+            with pytest.raises(InvalidRequest, match=error):
+                driver.scheduler.add_group([good, bad], 0.0)
+            assert not driver.scheduler.has_unfinished
+
+    def test_a_group_larger_than_the_queue_is_no_matter_of_trying_again(self) -> None:
+        driver = Driver(config(max_queued_requests=2))
+        group = [request(f"choice{i}", 5) for i in range(3)]
+        with pytest.raises(InvalidRequest, match="asks for 3 sequences; the queue takes at most 2"):
+            driver.scheduler.add_group(group, 0.0)
+
+    def test_who_is_about_to_end_takes_no_place_in_the_queue(self) -> None:
+        driver = Driver(config(max_queued_requests=2))
+        driver.add(request("a", 5, priority=1), request("b", 5, priority=1))
+        assert driver.scheduler.abort("a")
+        driver.add(request("c", 5, priority=1))
+        assert not driver.ended, "the aborted one left its place free"
+        with pytest.raises(QueueFull, match=r"2 requests are waiting"):
+            driver.add(request("d", 5, priority=1))
+        driver.add(request("e", 5, priority=2))
+        assert list(driver.ended) == ["c"], "the newest that would go on waiting"
+        driver.run()
+        assert {name: driver.reason(name) for name in "abce"} == {
+            "a": "abort",
+            "b": "length",
+            "c": "error",
+            "e": "length",
+        }
+
 
 class TestSteps:
     def test_running_rows_ride_along_with_every_chunk(self) -> None:
