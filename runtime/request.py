@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
+
+from runtime.scheduling.request_record import RequestRecord
 
 
 class RequestState(Enum):
@@ -109,8 +111,19 @@ class Request:
     launched_tokens: int = 0  # output tokens sampled by launched steps, committed or not
     cached_tokens: int = 0  # prompt tokens found in the cache when first admitted
     retractions: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered, until they are given out
+    ending: Finish | None = None  # recorded, to be applied by the next pass
     finish: Finish | None = None
-    scheduling: Any = None  # the scheduler's own per-request data (locks, waiting clocks)
+    scheduling: RequestRecord = field(default_factory=RequestRecord)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Output tokens that no launched step has sampled yet."""
+        return self.max_new_tokens - self.launched_tokens
+
+    def tokens_to_prefill(self) -> array[int]:
+        """Input and committed outputs: what a (re)started request computes before it samples."""
+        return self.input_ids + self.output_ids if self.output_ids else self.input_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from runtime.scheduling.preemption import choose_preempted
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
 from runtime.scheduling.prefill_delayer import PrefillDelayer
 from runtime.scheduling.queue_order import QueueOrder
-from runtime.scheduling.request_record import prepare_prefill
 from runtime.scheduling.wait_clocks import Reason
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class Admission:
         if highest - min([request.priority for request in admitted]) <= threshold:
             return []
         candidate = next(iter(self._candidates(now)))
-        prepare_prefill(candidate)
+        _prepare_prefill(candidate)
         # The size of the last pass will do: it bounds only what the pending chunk takes.
         adder = self._adder(ratio, ChunkSize(self.chunk_tokens))
         reserved = {r.request_id: int(adder.forecast(r)) for r in life.running}
@@ -191,7 +190,7 @@ class Admission:
             if len(admitted) >= rows:
                 self._blocked_by(Reason.ROWS)
                 break
-            prepare_prefill(request)
+            _prepare_prefill(request)
             match = self._memory.match(request)
             if self._memory.cache_enabled and pending.worth_waiting(request, match.tokens):
                 self._leave_for_twin(request, pending)
@@ -238,3 +237,8 @@ class Admission:
         """What the first request that is left waits for, and all behind it."""
         self.reason = Reason.NONE if reason is Reason.NEXT_PASS else reason
         self._life.clocks.current = reason
+
+
+def _prepare_prefill(request: Request) -> None:
+    """Sets what a waiting request computes before it samples, should it be admitted."""
+    request.scheduling.target = len(request.input_ids) + len(request.output_ids)

@@ -6,7 +6,6 @@ from array import array
 from typing import TYPE_CHECKING
 
 from runtime.request import RequestState
-from runtime.scheduling.request_record import record_of, tokens_to_prefill
 from runtime.scheduling.schedule_batch import ScheduleBatch
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def build_batch(
 
 
 def _add_prefill_row(batch: ScheduleBatch, item: Admitted, memory: KVMemory) -> None:
-    request, record = item.request, record_of(item.request)
+    request, record = item.request, item.request.scheduling
     if item.match is not None:
         memory.start(request, item.match)
     memory.grow(request, item.tokens)
@@ -54,7 +53,7 @@ def _add_prefill_row(batch: ScheduleBatch, item: Admitted, memory: KVMemory) -> 
     batch.rows.append(request.row)
     batch.prefix_lens.append(item.start)
     batch.extend_lens.append(item.tokens)
-    batch.input_ids.extend(tokens_to_prefill(request)[item.start : item.start + item.tokens])
+    batch.input_ids.extend(request.tokens_to_prefill()[item.start : item.start + item.tokens])
 
 
 def _add_decode_rows(batch: ScheduleBatch, running: Sequence[Request], memory: KVMemory) -> None:
@@ -84,7 +83,7 @@ def _add_decode_rows(batch: ScheduleBatch, running: Sequence[Request], memory: K
 def _write_tables(batch: ScheduleBatch, memory: KVMemory) -> None:
     """Entries of the request table that the device does not have yet."""
     for request in memory.stale_tables:
-        record = record_of(request)
+        record = request.scheduling
         first, last = record.synced_pages, len(request.pages)
         if first >= last:
             continue

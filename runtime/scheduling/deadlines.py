@@ -7,7 +7,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.request import RequestState
-from runtime.scheduling.request_record import record_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -70,7 +69,7 @@ class Deadlines:
             live: requests that have not ended, by id.
         """
         self._count += 1
-        seq = record_of(request).seq
+        seq = request.scheduling.seq
         entry = _Entry(until_s, self._count, request.request_id, seq, limit, since_s)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > self._sweep_at:
@@ -93,8 +92,8 @@ def _find(entry: _Entry, live: Mapping[str, Request]) -> Request | None:
     request = live.get(entry.request_id)
     if request is None:
         return None
-    record = record_of(request)
-    if record.seq != entry.seq or record.ending is not None:
+    record = request.scheduling
+    if record.seq != entry.seq or request.ending is not None:
         return None
     if entry.limit is Limit.WAITING:
         waiting = request.state is RequestState.WAITING

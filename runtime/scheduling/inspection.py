@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runtime.request import RequestState
-from runtime.scheduling.request_record import record_of
 from runtime.scheduling.statistics import RequestDebug, SchedulerStatistics
 from runtime.scheduling.wait_clocks import Reason
 
@@ -53,7 +52,7 @@ def take_statistics(
 
 def debug_record(request: Request, life: Lifecycle) -> RequestDebug:
     """What /debug/requests shows of a live request."""
-    record = record_of(request)
+    record = request.scheduling
     blocked = record.own_reason
     if request.request_id in life.compiling:
         blocked = Reason.GRAMMAR.value

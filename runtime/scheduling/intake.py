@@ -102,5 +102,4 @@ def make_record(
         stop_ids=sampling.stop_token_ids | eos,
         key=request.input_ids.tobytes(),
         arrival_tokens=computed_tokens,
-        prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
     )

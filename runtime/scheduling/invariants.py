@@ -6,7 +6,6 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
-from runtime.scheduling.request_record import record_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +42,7 @@ def _check_pages(
         owners.update(node.pages)
         tree.update(node.pages)
     for request in holders:
-        shared = record_of(request).tree_tokens // memory.page_size
+        shared = request.scheduling.tree_tokens // memory.page_size
         owners.update(request.pages[shared:])
         _require(
             tree.issuperset(request.pages[:shared]),
@@ -67,7 +66,7 @@ def _check_rows(memory: KVMemory, holders: Sequence[Request]) -> None:
 def _check_locks(cache: RadixCache, holders: Sequence[Request]) -> None:
     locks: Counter[Node] = Counter()
     for request in holders:
-        node = record_of(request).node
+        node = request.scheduling.node
         while node is not None and node.parent is not None:
             locks[node] += 1
             node = node.parent
@@ -93,7 +92,7 @@ def _all_nodes(cache: RadixCache, holders: Sequence[Request]) -> set[Node]:
     """Nodes in the tree, and dead ones that still have a lock."""
     nodes = set(cache.nodes())
     for request in holders:
-        node = record_of(request).node
+        node = request.scheduling.node
         while node is not None and node.parent is not None:
             nodes.add(node)
             node = node.parent

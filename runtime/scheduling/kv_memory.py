@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from runtime.errors import InvariantError
 from runtime.scheduling.page_allocator import PageAllocator, RowPool
 from runtime.scheduling.radix_cache import NO_MATCH, TOKEN_BYTES, PrefixMatch, RadixCache
-from runtime.scheduling.request_record import record_of, tokens_to_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,25 +79,25 @@ class KVMemory:
         if not self.cache_enabled:
             return NO_MATCH
         limit = match_limit(request)
-        return self.cache.match(request.namespace, record_of(request).key, limit)
+        return self.cache.match(request.namespace, request.scheduling.key, limit)
 
     def match_length(self, request: Request) -> int:
         """Tokens that `match` would find. Changes nothing."""
         if not self.cache_enabled:
             return 0
         limit = match_limit(request)
-        return self.cache.match_length(request.namespace, record_of(request).key, limit)
+        return self.cache.match_length(request.namespace, request.scheduling.key, limit)
 
     def match_path(self, request: Request) -> list[Node]:
         """Nodes of the tree that the request's prefix leads through."""
         if not self.cache_enabled:
             return []
-        record = record_of(request)
+        record = request.scheduling
         return self.cache.match_path(request.namespace, record.key, match_limit(request))
 
     def start(self, request: Request, match: PrefixMatch) -> None:
         """Gives an admitted request its row and its cached prefix, which the caller has locked."""
-        record = record_of(request)
+        record = request.scheduling
         request.row = self.rows.allocate()
         request.pages = array("i", match.pages)
         request.length = match.tokens
@@ -112,21 +111,21 @@ class KVMemory:
         missing = -(-request.length // self.page_size) - len(request.pages)
         if missing > 0:
             request.pages.extend(self.allocate(missing))
-        if record_of(request).synced_pages < len(request.pages):
+        if request.scheduling.synced_pages < len(request.pages):
             self.stale_tables.append(request)
 
     def share(self, request: Request, tokens: int) -> None:
         """Puts the whole pages of the first `tokens` tokens into the cache and moves the lock to
         their end. Pages that duplicate an existing path are given back and the request's own page
         list points at the tree's instead."""
-        record = record_of(request)
+        record = request.scheduling
         size = self.page_size
         tokens = tokens // size * size
         if not self.cache_enabled or tokens <= record.tree_tokens:
             return
         key = record.key[: tokens * TOKEN_BYTES]
         if len(key) < tokens * TOKEN_BYTES:
-            key = tokens_to_prefill(request)[:tokens].tobytes()
+            key = request.tokens_to_prefill()[:tokens].tobytes()
         pages = request.pages[: tokens // size]
         known, path = self.cache.insert(request.namespace, key, pages, record.last_step)
         self._drop_duplicates(request, known, path)
@@ -136,7 +135,7 @@ class KVMemory:
         record.tree_tokens = tokens
 
     def _drop_duplicates(self, request: Request, known: int, path: PrefixMatch) -> None:
-        record = record_of(request)
+        record = request.scheduling
         first, last = record.tree_tokens // self.page_size, known // self.page_size
         if first >= last:
             return
@@ -151,7 +150,7 @@ class KVMemory:
         `keep_tokens` tokens stays in the cache."""
         if request.row < 0:
             return
-        record = record_of(request)
+        record = request.scheduling
         self.share(request, min(keep_tokens, request.length))
         self.cache.unlock(record.node)
         self.allocator.free(request.pages[record.tree_tokens // self.page_size :])
@@ -163,14 +162,14 @@ class KVMemory:
         record.synced_pages = 0
 
     def private_tokens(self, request: Request) -> int:
-        return len(request.pages) * self.page_size - record_of(request).tree_tokens
+        return len(request.pages) * self.page_size - request.scheduling.tree_tokens
 
     def releasable_tokens(self, requests: list[Request]) -> int:
         """Tokens that would become available if all of `requests` were released."""
         total = sum(self.private_tokens(request) for request in requests)
         locks: dict[Node, int] = {}
         for request in requests:
-            node = record_of(request).node
+            node = request.scheduling.node
             while node is not None and node.parent is not None:
                 locks[node] = locks.get(node, 0) + 1
                 node = node.parent
@@ -181,7 +180,7 @@ class KVMemory:
 
 def match_limit(request: Request) -> int:
     """Most tokens of a request that may come from the cache."""
-    record = record_of(request)
+    record = request.scheduling
     if request.sampling.prompt_logprobs is not None and not request.output_ids:
         return 0
     return len(record.key) // TOKEN_BYTES - 1

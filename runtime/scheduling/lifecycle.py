@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from runtime.request import FinishReason, RequestState
 from runtime.scheduling.deadlines import Deadlines, Limit
-from runtime.scheduling.request_record import record_of, tokens_to_prefill
 from runtime.scheduling.wait_clocks import Reason, WaitClocks
 from runtime.scheduling.waiting_queue import WaitingQueue
 
@@ -84,7 +83,7 @@ class Lifecycle:
             self._enqueue(request, now)
 
     def _begin_wait(self, request: Request, now: float) -> None:
-        record_of(request).waiting_since_s = now
+        request.scheduling.waiting_since_s = now
         limit_s = self._config.waiting_timeout_s
         if limit_s > 0:
             self._watch(request, Limit.WAITING, now, now + limit_s)
@@ -94,7 +93,7 @@ class Lifecycle:
         ready = [r for r in self.compiling.values() if r.grammar is not None and r.grammar.ready]
         for request in ready:
             del self.compiling[request.request_id]
-            waited = now - record_of(request).waiting_since_s
+            waited = now - request.scheduling.waiting_since_s
             self.clocks.add(request, Reason.GRAMMAR, waited)
             self._enqueue(request, now)
         return [request.request_id for request in ready]
@@ -108,7 +107,7 @@ class Lifecycle:
 
     def admitted(self, request: Request, cached_tokens: int, now: float) -> None:
         """A request has left the queue for its first chunk, with this much of it cached."""
-        record = record_of(request)
+        record = request.scheduling
         self.queue.remove(request)
         self.clocks.end(request)
         record.started_s = now
@@ -127,7 +126,7 @@ class Lifecycle:
     def retract(self, request: Request, now: float) -> None:
         """Back into the queue with its outputs; its KV stays only as long as the cache keeps it.
         No launched step may name it."""
-        record = record_of(request)
+        record = request.scheduling
         if request is self.chunked:
             self.chunked = None
         else:
@@ -136,11 +135,11 @@ class Lifecycle:
         request.length = 0
         request.launched_tokens = len(request.output_ids)
         request.retractions += 1
-        record.key = tokens_to_prefill(request).tobytes()
+        record.key = request.tokens_to_prefill().tobytes()
         record.started_s = None
         self._begin_wait(request, now)
-        if record.prompt_logprobs is not None:
-            record.prompt_logprobs = [None]
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
         self._enqueue(request, now)
 
     def _watch(self, request: Request, limit: Limit, since_s: float, until_s: float) -> None:
@@ -160,9 +159,9 @@ class Lifecycle:
             announced: that pass gives an output of it.
         """
         request = self.live.get(request_id)
-        if request is None or record_of(request).ending is not None:
+        if request is None or request.ending is not None:
             return False
-        record_of(request).ending = finish
+        request.ending = finish
         self._endings.append((request, announced))
         return True
 
@@ -173,7 +172,7 @@ class Lifecycle:
         return [
             (request, finish, announced)
             for request, announced in endings
-            if request.finish is None and (finish := record_of(request).ending) is not None
+            if request.finish is None and (finish := request.ending) is not None
         ]
 
     @property
@@ -202,7 +201,7 @@ class Lifecycle:
     def end(self, request: Request, finish: Finish) -> None:
         """Ends a live request wherever it is."""
         request_id = request.request_id
-        record = record_of(request)
+        record = request.scheduling
         del self.live[request_id]
         waiting = request.state is RequestState.WAITING
         if self.compiling.pop(request_id, None) is None and waiting:

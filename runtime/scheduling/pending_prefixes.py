@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from runtime.scheduling.kv_memory import match_limit
 from runtime.scheduling.radix_cache import TOKEN_BYTES
-from runtime.scheduling.request_record import record_of
 
 if TYPE_CHECKING:
     from runtime.request import Request
@@ -30,7 +29,7 @@ class PendingPrefixes:
         self.left = 0
 
     def add(self, request: Request) -> None:
-        self._keys.setdefault(request.namespace, []).append(record_of(request).key)
+        self._keys.setdefault(request.namespace, []).append(request.scheduling.key)
 
     def worth_waiting(self, request: Request, cached_tokens: int) -> bool:
         """Whether some pending prompt will soon extend what is cached for this one by enough."""
@@ -38,5 +37,5 @@ class PendingPrefixes:
         wanted = cached_tokens + self._gain
         if not others or wanted > match_limit(request):
             return False
-        head = record_of(request).key[: wanted * TOKEN_BYTES]
+        head = request.scheduling.key[: wanted * TOKEN_BYTES]
         return any(key.startswith(head) for key in others)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.scheduling.request_record import kv_need, record_of, remaining_tokens
+from runtime.scheduling.request_record import kv_need
 from runtime.scheduling.wait_clocks import Reason
 
 if TYPE_CHECKING:
@@ -135,18 +135,18 @@ class PrefillAdder:
 
     def forecast(self, running: Request) -> float:
         """Output tokens that are reserved for a running request."""
-        return self._load.new_token_ratio * min(remaining_tokens(running), self._clip)
+        return self._load.new_token_ratio * min(running.remaining_tokens, self._clip)
 
     def need(self, request: Request, match: PrefixMatch) -> int:
         """KV tokens that a waiting request is taken to need beside its prefix."""
-        extend = record_of(request).target - match.tokens
+        extend = request.scheduling.target - match.tokens
         return kv_need(extend, self._reserve(request), self._page)
 
     def add_chunked(self, request: Request) -> None:
         """Goes on with the pending chunk, which may end inside a page. With nothing free it waits
         with the KV it has: `admitted` then stays empty, and the reason is kv_step."""
         self.chunked = request
-        left = record_of(request).target - request.length
+        left = request.scheduling.target - request.length
         tokens = min(self.rem_chunk, self.rem_total, self.cur_rem, left)
         if tokens <= 0:
             self.reason = Reason.KV_STEP
@@ -165,7 +165,7 @@ class PrefillAdder:
         cap = self._config.max_prefill_requests
         if cap and self.new_requests >= cap:
             return self._refuse(Verdict.OTHER, Reason.POLICY)
-        extend = record_of(request).target - match.tokens
+        extend = request.scheduling.target - match.tokens
         if request.sampling.ignore_eos and self._config.disable_radix_cache:
             refusal = self._check_known_length(request, extend)
             return refusal or self._admit(request, match, extend)
@@ -228,11 +228,11 @@ class PrefillAdder:
     def _lifetime(self, request: Request) -> tuple[float, int]:
         """(output tokens left, tokens given back at the end)."""
         ratio = 1.0 if request.sampling.ignore_eos else self._load.new_token_ratio
-        held = max(len(request.pages) * self._page, self._ceil(record_of(request).target))
+        held = max(len(request.pages) * self._page, self._ceil(request.scheduling.target))
         return max(request.max_new_tokens * ratio - request.launched_tokens, 0.0), held
 
     def _reserve(self, request: Request) -> int:
-        return min(max(remaining_tokens(request), 0), self._clip)
+        return min(max(request.remaining_tokens, 0), self._clip)
 
     def _charge(self, extend: int, decode: int) -> None:
         # One page more than the tokens need: an extend can open one.

@@ -12,8 +12,6 @@ import random
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from runtime.scheduling.request_record import record_of, remaining_tokens
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -69,10 +67,10 @@ class QueueOrder:
             return
         newest: dict[int, int] = {}
         for request in admitted:
-            seq = record_of(request).seq
+            seq = request.scheduling.seq
             newest[-request.priority] = max(seq, newest.get(-request.priority, -1))
         for level, seq, request in self._window():
-            record = record_of(request)
+            record = request.scheduling
             if record.passed_over_s is None and seq < newest.get(level, -1):
                 record.passed_over_s = now
 
@@ -83,7 +81,7 @@ class QueueOrder:
     def _aged_key(
         self, entry: Entry, key: Callable[[Request], float], now: float
     ) -> tuple[bool, float]:
-        since = record_of(entry[2]).passed_over_s
+        since = entry[2].scheduling.passed_over_s
         if since is not None and now - since > self._skip_s:
             return False, 0.0
         return True, key(entry[2])
@@ -150,7 +148,7 @@ class QueueOrder:
 def _response_ratio(request: Request, computed_tokens: int, cached: int) -> float:
     # Service is what is still to compute: on prompts with shared prefixes, counting the cached
     # part as well made hrrn no better than fcfs.
-    record = record_of(request)
+    record = request.scheduling
     to_prefill = len(request.input_ids) + len(request.output_ids) - cached
-    service = to_prefill + remaining_tokens(request)
+    service = to_prefill + request.remaining_tokens
     return 1.0 + (computed_tokens - record.arrival_tokens) / service

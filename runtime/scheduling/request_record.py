@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from array import array
-
-    from runtime.request import Finish, Request, TokenLogprobs
     from runtime.scheduling.radix_cache import Node
 
 
@@ -17,7 +14,7 @@ class RequestRecord:
     """The scheduler's own per-request data.
 
     Args:
-        seq: order of arrival; kept over retractions.
+        seq: order of arrival; kept over retractions. -1: not taken yet.
         stop_ids: tokens that end it, EOS ids included unless it ignores them.
         key: bytes of the token ids to prefill, input and committed outputs.
         arrival_clocks: totals of the wait clocks when it began to wait.
@@ -28,16 +25,14 @@ class RequestRecord:
         target: tokens to have KV before it can sample: input and outputs at admission.
         synced_pages: leading entries of its table row that the device has or will get.
         last_step: last launched step that names it.
-        ending: recorded, applied at the next plan; its later tokens are dropped.
         counted: its prompt is in the counters; a retracted one is admitted again.
         passed_over_s: when a later arrival was first admitted before it.
         waited: seconds waited per blocking term, of waits that are over.
         own_reason: its blocking term in the last pass where that was not the whole queue's.
-        prompt_logprobs: gathered over chunks; None when not asked for or already given out.
     """
 
-    seq: int
-    stop_ids: frozenset[int]
+    seq: int = -1
+    stop_ids: frozenset[int] = frozenset()
     key: bytes = b""
     arrival_clocks: tuple[float, ...] = ()
     arrival_tokens: int = 0
@@ -48,32 +43,10 @@ class RequestRecord:
     target: int = 0
     synced_pages: int = 0
     last_step: int = -1
-    ending: Finish | None = None
     passed_over_s: float | None = None
     waited: list[float] = field(default_factory=list)
     own_reason: str = ""
     counted: bool = False
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-
-def record_of(request: Request) -> RequestRecord:
-    """The record of a request that `Scheduler.add` has taken."""
-    return cast("RequestRecord", request.scheduling)
-
-
-def tokens_to_prefill(request: Request) -> array[int]:
-    """Input and committed outputs: what a (re)started request computes before it samples."""
-    return request.input_ids + request.output_ids if request.output_ids else request.input_ids
-
-
-def prepare_prefill(request: Request) -> None:
-    """Sets what a waiting request computes before it samples, should it be admitted."""
-    record_of(request).target = len(request.input_ids) + len(request.output_ids)
-
-
-def remaining_tokens(request: Request) -> int:
-    """Output tokens that no launched step has sampled yet."""
-    return request.max_new_tokens - request.launched_tokens
 
 
 def kv_need(extend_tokens: int, output_tokens: int, page_size: int) -> int:

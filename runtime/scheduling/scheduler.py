@@ -28,7 +28,6 @@ from runtime.scheduling.kv_memory import KVMemory
 from runtime.scheduling.lifecycle import InFlight, Lifecycle
 from runtime.scheduling.new_token_ratio import NewTokenRatio
 from runtime.scheduling.radix_cache import is_dead
-from runtime.scheduling.request_record import record_of, remaining_tokens
 from runtime.scheduling.statistics import Counters, RequestDebug, SchedulerStatistics
 from runtime.scheduling.step_results import apply_results
 from runtime.scheduling.wait_clocks import Reason
@@ -129,6 +128,7 @@ class Scheduler:
             request.max_new_tokens = limit
             request.scheduling = make_record(request, self._next_seq, computed, config)
             self._next_seq += 1
+            request.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]
             life.add(request, now)
         self.counters.displaced += len(displaced)
         return [self._end(*pair) for pair in displaced]
@@ -223,7 +223,7 @@ class Scheduler:
         if batch.num_decode:
             life.running = [r for r in life.running if r.launched_tokens < r.max_new_tokens]
         for item in admitted:
-            if item.last and remaining_tokens(item.request) > 0:
+            if item.last and item.request.remaining_tokens > 0:
                 life.running.append(item.request)
 
     def _nothing_to_launch(self, plan: Plan) -> None:
@@ -311,7 +311,7 @@ class Scheduler:
         self.counters.failed_steps += 1
         self.memory.cache.drop_written_by(batch.step)
         later = [request for other in self._life.inflight for request in other.batch.requests]
-        affected = [request for request in later if is_dead(record_of(request).node)]
+        affected = [request for request in later if is_dead(request.scheduling.node)]
         finish = Finish(FinishReason.ERROR, message=message)
         outputs = [
             self._end(request, finish)

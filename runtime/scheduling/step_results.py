@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.request import Finish, FinishReason, RequestOutput
-from runtime.scheduling.request_record import record_of
 
 if TYPE_CHECKING:
     from runtime.request import Request, TokenLogprobs
@@ -34,8 +33,7 @@ def apply_results(
     ended: list[RequestOutput] = []
     logprobs, failed = output.logprobs, output.failed
     for index, (request, token) in enumerate(zip(requests, output.token_ids, strict=True)):
-        record = request.scheduling
-        if request.finish is not None or record.ending is not None:
+        if request.finish is not None or request.ending is not None:
             continue
         if failed and index in failed:
             finish = Finish(FinishReason.ERROR, message=failed[index])
@@ -45,7 +43,7 @@ def apply_results(
         ids = request.output_ids
         ids.append(token)
         news = RequestOutput(request, [token])
-        if token in record.stop_ids and len(ids) > request.sampling.min_tokens:
+        if token in request.scheduling.stop_ids and len(ids) > request.sampling.min_tokens:
             news.finish = Finish(FinishReason.STOP, matched=token)
             ended.append(news)
         elif len(ids) >= request.max_new_tokens:
@@ -53,8 +51,8 @@ def apply_results(
             ended.append(news)
         if logprobs is not None:
             news.logprobs = _one(logprobs[index])
-        if record.prompt_logprobs is not None:
-            news.prompt_logprobs, record.prompt_logprobs = record.prompt_logprobs, None
+        if request.prompt_logprobs is not None:
+            news.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         outputs.append(news)
     return outputs, ended
 
@@ -66,7 +64,7 @@ def _one(entry: TokenLogprobs | None) -> list[TokenLogprobs] | None:
 def _gather_prompt_logprobs(batch: ScheduleBatch, output: StepOutput) -> None:
     for row, entries in sorted(output.prompt_logprobs.items()):
         request: Request = batch.requests[row]
-        gathered = record_of(request).prompt_logprobs
+        gathered = request.prompt_logprobs
         if gathered is not None and request.finish is None:
             missing = len(request.input_ids) - len(gathered)
             gathered.extend(entries[:missing])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.scheduling.request_record import record_of
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -35,4 +33,4 @@ def preemption_order(admitted: Sequence[Request], priority: int, threshold: int)
 
 
 def _seq(request: Request) -> int:
-    return record_of(request).seq
+    return request.scheduling.seq

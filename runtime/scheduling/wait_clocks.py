@@ -10,8 +10,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from runtime.scheduling.request_record import record_of
-
 if TYPE_CHECKING:
     from runtime.request import Request
 
@@ -56,7 +54,7 @@ class WaitClocks:
         common = _INDEX[self.current]
         self.totals[common] += elapsed
         for request, reason in self._singled_out:
-            waited = record_of(request).waited
+            waited = request.scheduling.waited
             waited[_INDEX[reason]] += elapsed
             self._apart[_INDEX[reason]] += elapsed
             if request.row < 0:  # a waiting one also runs on the common clock
@@ -66,25 +64,25 @@ class WaitClocks:
         """Starts a pass: nobody is singled out any more."""
         self.advance(now)
         for request, _ in self._singled_out:
-            record_of(request).own_reason = ""
+            request.scheduling.own_reason = ""
         self._singled_out.clear()
 
     def single_out(self, request: Request, reason: Reason) -> None:
         """Charges one request's time until the next pass to a term of its own."""
-        record_of(request).own_reason = reason.value
+        request.scheduling.own_reason = reason.value
         self._singled_out.append((request, reason))
 
     def begin(self, request: Request, now: float) -> None:
         """A request begins to wait in the queue."""
         self.advance(now)
-        record = record_of(request)
+        record = request.scheduling
         record.arrival_clocks = tuple(self.totals)
         if not record.waited:
             record.waited = [0.0] * len(WAIT_REASONS)
 
     def end(self, request: Request) -> None:
         """A request leaves the queue: its account is settled."""
-        record = record_of(request)
+        record = request.scheduling
         for index, before in enumerate(record.arrival_clocks):
             record.waited[index] += self.totals[index] - before
         record.arrival_clocks = ()
@@ -92,7 +90,7 @@ class WaitClocks:
 
     def add(self, request: Request, reason: Reason, seconds: float) -> None:
         """Charges a wait outside the queue."""
-        record = record_of(request)
+        record = request.scheduling
         if not record.waited:
             record.waited = [0.0] * len(WAIT_REASONS)
         record.waited[_INDEX[reason]] += max(seconds, 0.0)
@@ -106,7 +104,7 @@ class WaitClocks:
 
     def waited_seconds(self, request: Request) -> dict[str, float]:
         """Seconds waited so far per blocking term; terms without any are left out."""
-        record = record_of(request)
+        record = request.scheduling
         waited = record.waited or [0.0] * len(WAIT_REASONS)
         if record.arrival_clocks:
             waited = [

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING
 
-from runtime.scheduling.request_record import record_of
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -57,7 +55,7 @@ class WaitingQueue:
         for level, _, request in reversed(self.entries):
             if len(found) >= count or -level >= priority:
                 break
-            if not request.output_ids and record_of(request).ending is None:
+            if not request.output_ids and request.ending is None:
                 found.append(request)
         return found
 
@@ -67,4 +65,4 @@ def _level(entry: Entry) -> int:
 
 
 def _entry(request: Request) -> Entry:
-    return -request.priority, record_of(request).seq, request
+    return -request.priority, request.scheduling.seq, request

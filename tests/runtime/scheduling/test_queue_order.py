@@ -10,7 +10,6 @@ import pytest
 from runtime.config import POLICIES
 from runtime.request import Request
 from runtime.runner import StepOutput
-from runtime.scheduling.request_record import record_of
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
@@ -29,7 +28,7 @@ def order_of(driver: Driver, *requests: Request) -> list[str]:
     """Names in the order in which they are admitted, one at a time."""
     driver.add(*requests)
     driver.run()
-    started = sorted(requests, key=lambda made: record_of(made).started_s or 0.0)
+    started = sorted(requests, key=lambda made: made.scheduling.started_s or 0.0)
     return [made.request_id for made in started]
 
 
@@ -92,7 +91,7 @@ def test_hrrn_weighs_waiting_against_work() -> None:
     driver.add(short)
     driver.run()
     # About 60 tokens were computed after long came, 40 after short: 1 + 60/170 against 1 + 40/7.
-    assert record_of(short).started_s < record_of(long).started_s
+    assert short.scheduling.started_s < long.scheduling.started_s
 
 
 def test_random_is_a_seeded_shuffle() -> None:
@@ -140,7 +139,7 @@ def test_the_age_bound_counts_from_being_passed_over() -> None:
     driver.add(request("running", 5, 30), cold)
     for _ in range(20):
         driver.step()
-    assert record_of(cold).passed_over_s is None, "nobody who came later was admitted"
+    assert cold.scheduling.passed_over_s is None, "nobody who came later was admitted"
     driver.add(request("later", 5, 30))
     driver.run()
     assert list(driver.ended)[-1] == "cold", "0.3 s of waiting alone give no right of way"

@@ -12,7 +12,6 @@ from runtime.request import Finish, FinishReason, RequestState
 from runtime.runner import StepOutput
 from runtime.scheduling.decode_memory import DecodeMemory
 from runtime.scheduling.new_token_ratio import NewTokenRatio
-from runtime.scheduling.request_record import record_of
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import (
     EOS,
@@ -240,7 +239,7 @@ class TestChunkedRequest:
         driver.step()
         assert made.length == 69
         driver.plan()
-        assert record_of(made).tree_tokens == 64
+        assert made.scheduling.tree_tokens == 64
         driver.run()
 
     @pytest.mark.parametrize("turns", [1, 2, 3], ids=["first", "second", "last"])
