@@ -7,11 +7,11 @@ like any other (`StepOutput.device_s`, through `Scheduler.commit`), so that a re
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from runtime.scheduling.step_time_model import MIN_SAMPLES, RECENT, StepShape, StepTimeModel
+from runtime.scheduling.step_time_model import StepShape, StepTimeModel
+from runtime.scheduling.target_reach import TargetReach
 
 if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
@@ -159,24 +159,14 @@ class SloChunkSizer:
         self._target_s = config.tpot_slo_ms / 1000
         self._model = StepTimeModel()
         self._slow_start = SlowStart(self._page, self._limit, self._target_s, self._page)
-        # Of recent steps with at most a page of prefill: did they stay within the target?
-        self._held: deque[bool] = deque(maxlen=RECENT)
-        # Of recent choices: was there a size for the target?
-        self._in_reach: deque[bool] = deque(maxlen=RECENT)
+        self._reach = TargetReach()
         self.predicted_s: float | None = None
 
     @property
     def feasible(self) -> bool | None:
-        """Whether the smallest chunks hold the target of late; None before it is known.
-
-        Infeasible only where the predictions say so for more than 5 % of the recent steps, and
-        more than 5 % of those that carried no more than a page missed it in fact: one step alone,
-        at the start or the end of a prompt, says little of the load, and a larger chunk that
-        missed says nothing of the smallest.
-        """
-        if not self._in_reach:
-            return None
-        return _mostly(self._in_reach) or len(self._held) < MIN_SAMPLES or _mostly(self._held)
+        """Whether the smallest chunks hold the target of late; None before it is known. When it
+        changes, and with which confidence: see `TargetReach`."""
+        return self._reach.within
 
     def choose(self, load: ChunkLoad) -> ChunkSize:
         fitted = self._model.coefficients
@@ -188,8 +178,6 @@ class SloChunkSizer:
         margin = self._model.margin_s
         fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + margin
         smallest = self._smallest(load.history)
-        smallest_s = fixed + _prefill_s(fitted.square, fitted.token, smallest, load.history)
-        self._in_reach.append(smallest_s <= self._target_s)
         most = _largest_within(
             self._target_s - fixed, fitted.square, fitted.token, load.history, self._limit
         )
@@ -211,13 +199,23 @@ class SloChunkSizer:
             return
         self._model.observe(shape, seconds)
         if shape.tokens:
-            if shape.tokens <= self._page:
-                self._held.append(seconds <= self._target_s)
             self._slow_start.observe(seconds)
+            smallest_s = self._with_smallest_chunk(batch, shape, seconds)
+            if smallest_s is not None:
+                self._reach.observe(held=smallest_s <= self._target_s)
 
-
-def _mostly(flags: deque[bool]) -> bool:
-    return sum(flags) >= 0.95 * len(flags)
+    def _with_smallest_chunk(
+        self, batch: ScheduleBatch, shape: StepShape, seconds: float
+    ) -> float | None:
+        """What this step would have taken with the smallest chunk in place of its own: a larger
+        one that missed says nothing against the target. None before there is a model."""
+        fitted = self._model.coefficients
+        if fitted is None:
+            return None
+        history = batch.prefix_lens[0]
+        tokens = min(self._smallest(history), shape.tokens)
+        spared = fitted.square * shape.square + fitted.token * shape.tokens
+        return seconds - spared + _prefill_s(fitted.square, fitted.token, tokens, history)
 
 
 def _prefill_s(a: float, b: float, tokens: int, history: int) -> float:

@@ -1,7 +1,8 @@
 """--tpot-slo-ms on the embedded model: held where it can be, and said where it cannot.
 
-The target is a multiple of what a decode step of eight rows takes on this machine, measured on the
-same server. Device times of the step records are judged, since clients share the cores.
+The targets come from what steps take on this machine, measured on the same server: what a mixed step
+costs beside a decode step is each machine's own. Device times of the step records are judged, since
+clients share the cores.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 ROWS = 8
 LONG_PROMPTS = 4
+CHUNK_TOKENS = 24
 ATTEMPTS = 3  # a hiccup of the machine passes; a mechanism that is broken fails every time
 _draw = random.Random(0)
 
@@ -99,18 +101,32 @@ async def eight_streams(load: Load) -> AsyncIterator[None]:
                 await task
 
 
-async def decode_step_s() -> float:
-    """What a step of eight decode rows takes, the median of some hundred of them."""
-    async with serving() as (load, _), eight_streams(load):
-        times: list[float] = []
-        while len(times) < 200:
+@dataclass
+class StepCosts:
+    """Seconds of steps beside eight streams.
+
+    Args:
+        decode: a decode step, the median of some hundred of them.
+        mixed: what 95 % of the mixed steps with `CHUNK_TOKENS` stay within.
+    """
+
+    decode: float
+    mixed: float
+
+
+async def step_costs() -> StepCosts:
+    size = str(CHUNK_TOKENS + ROWS)  # the decode rows' tokens come out of it
+    async with serving("--chunked-prefill-size", size) as (load, _), eight_streams(load):
+        await load.complete(1500, 4)
+        await load.collect()
+        while len(times_of(load.steps, "decode")) < 200:  # noqa: ASYNC110 (told by the server)
             await asyncio.sleep(0.5)
-            times = [
-                step["device_s"]
-                for step in load.steps
-                if step["kind"] == "decode" and step["decode_rows"] == ROWS
-            ]
-        return median(times)
+    mixed = sorted(times_of(load.steps, "mixed"))
+    return StepCosts(median(times_of(load.steps, "decode")), mixed[int(0.95 * len(mixed))])
+
+
+def times_of(steps: list[dict[str, Any]], kind: str) -> list[float]:
+    return [s["device_s"] for s in steps if s["kind"] == kind and s["decode_rows"] == ROWS]
 
 
 @dataclass
@@ -162,13 +178,13 @@ def cores_are_free() -> bool:
     return min(float(process.communicate()[0]) for process in spinning) > 0.9
 
 
-async def judge(factor: float, passes: Callable[[Outcome], bool]) -> Outcome:
+async def judge(target: Callable[[StepCosts], float], passes: Callable[[Outcome], bool]) -> Outcome:
     """An outcome that passes, of a few attempts; skips where the machine was never free for one."""
     judged = []
     for _ in range(ATTEMPTS):
         if not cores_are_free():
             continue
-        outcome = await long_prompts_under(factor * await decode_step_s())
+        outcome = await long_prompts_under(target(await step_costs()))
         if passes(outcome):
             return outcome
         if cores_are_free():
@@ -179,9 +195,11 @@ async def judge(factor: float, passes: Callable[[Outcome], bool]) -> Outcome:
 
 
 async def test_target_with_room_is_held_while_long_prompts_arrive() -> None:
-    # Two decode steps is the tightest target that this model can hold: by CPU time it is held in
-    # tests/runtime/simulation, but by the clock a machine's own jitter decides. This has room.
-    outcome = await judge(4.0, lambda o: o.within >= 0.95 and o.infeasible_share == 0.0)
+    # By CPU time a tight target is held in tests/runtime/simulation; by the clock a machine's own
+    # jitter decides. This one has room.
+    outcome = await judge(
+        lambda costs: 1.6 * costs.mixed, lambda o: o.within >= 0.95 and o.infeasible_share == 0.0
+    )
     assert outcome.mixed_steps >= LONG_PROMPTS * 1500 / 128
     assert slo_metric(outcome.metrics) == 1.0
     # While the first steps are learned from, a hiccup may be taken for the rule, and taken back.
@@ -189,7 +207,8 @@ async def test_target_with_room_is_held_while_long_prompts_arrive() -> None:
 
 
 async def test_target_that_cannot_be_held_is_reported_everywhere() -> None:
-    outcome = await judge(1.1, lambda o: o.infeasible_share >= 0.5)
+    # A mixed step carries all the decode rows, so none takes less than they do.
+    outcome = await judge(lambda costs: 0.9 * costs.decode, lambda o: o.infeasible_share >= 0.5)
     assert slo_metric(outcome.metrics) == 0.0
     assert "is not feasible" in outcome.log
 

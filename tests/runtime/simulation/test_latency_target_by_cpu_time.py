@@ -1,8 +1,10 @@
 """--tpot-slo-ms on the embedded model, timed so that a busy machine does not matter.
 
 One compute thread, the synchronous loop, and CPU time in place of wall time: what else runs on the
-machine hardly moves it, so the shares below can be asserted anywhere. The scheduler, the model and
-the kernels are those that serve.
+machine hardly moves it, so the shares below can be asserted anywhere. Targets are taken from what
+decode steps and mixed steps cost on the machine at hand: the ratio of the two is its own (bandwidth
+bounds a step of few rows on one, arithmetic on another). The scheduler, the model and the kernels
+are those that serve.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ pytestmark = pytest.mark.slow
 ROWS = 8
 PAGE_SIZE = 16
 CHUNK_TOKENS = 128  # the CPU's default
-LONG_PROMPTS = 4
-STEPS = 500
+LONG_PROMPTS = 2
+DECODE_STEPS = 100
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +111,17 @@ class Service:
 @pytest.fixture(scope="module")
 def decode_step_s(runner: ModelRunner) -> float:
     service = Service(runner)
-    for _ in range(STEPS // 2):
+    for _ in range(DECODE_STEPS):
         service.step()
     return median(s.seconds for s in service.steps if (s.kind, s.decode_rows) == ("decode", ROWS))
+
+
+@pytest.fixture(scope="module")
+def out_of_reach(runner: ModelRunner, decode_step_s: float) -> tuple[float, list[Step]]:
+    """A target that no mixed step can hold, anywhere, since it carries all the decode rows and a
+    piece of a prompt; and the mixed steps under it, of one page of prompt each."""
+    target_s = 0.9 * decode_step_s
+    return target_s, long_prompts_under(runner, target_s)
 
 
 def long_prompts_under(runner: ModelRunner, target_s: float) -> list[Step]:
@@ -126,23 +136,25 @@ def long_prompts_under(runner: ModelRunner, target_s: float) -> list[Step]:
     return [step for step in service.steps[first:] if step.kind == "mixed"]
 
 
-def test_twice_the_decode_step_is_held_and_said_to_be(
-    runner: ModelRunner, decode_step_s: float
+def test_less_than_the_decode_step_is_said_to_be_infeasible(
+    out_of_reach: tuple[float, list[Step]],
 ) -> None:
-    target_s = 2.0 * decode_step_s
+    target_s, steps = out_of_reach
+    assert {step.feasible for step in steps} == {False}, describe(steps, target_s)
+    assert max(step.prefill_tokens for step in steps) <= PAGE_SIZE
+
+
+def test_what_the_smallest_steps_hold_with_room_is_held_and_said_to_be(
+    runner: ModelRunner, out_of_reach: tuple[float, list[Step]]
+) -> None:
+    smallest_s = sorted(step.seconds for step in out_of_reach[1])
+    target_s = 1.25 * smallest_s[int(0.95 * len(smallest_s))]
     steps = long_prompts_under(runner, target_s)
     assert len(steps) >= LONG_PROMPTS * 1500 / CHUNK_TOKENS
     within = sum(step.seconds <= target_s for step in steps) / len(steps)
     assert within >= 0.95, describe(steps, target_s)
-    assert all(step.feasible for step in steps), describe(steps, target_s)
-
-
-def test_little_more_than_the_decode_step_is_said_to_be_infeasible(
-    runner: ModelRunner, decode_step_s: float
-) -> None:
-    steps = long_prompts_under(runner, 1.1 * decode_step_s)
-    said = sum(step.feasible is False for step in steps) / len(steps)
-    assert said > 0.5, describe(steps, 1.1 * decode_step_s)
+    assert not any(step.feasible is False for step in steps), describe(steps, target_s)
+    assert steps[-1].feasible, describe(steps, target_s)
 
 
 def describe(steps: list[Step], target_s: float) -> str:
