@@ -143,6 +143,7 @@ def _load(config: ServerConfig) -> Parts:
         page_size=defaults.page_size,
         max_running_requests=defaults.max_running_requests,
         tokenizer_size=tokenizer.vocab_size,
+        tokenizer_eos_id=tokenizer.eos_token_id,
         progress=_progress,
     )
     on_cpu = runner.info.details.get("device", "cpu").startswith("cpu")
@@ -208,6 +209,7 @@ async def serve(
 def make_service(config: ServerConfig, parts: Parts) -> Service:
     """The parts of a server, put together; its engine is not started yet."""
     runner, scheduler, tokenizer = parts.runner, parts.scheduler, parts.tokenizer
+    tokenizer.limit_ids(runner.info.vocab_size)
     metrics = Metrics(parts.model_name, scheduler.statistics, scheduler.waited_seconds)
     engine = Engine(runner, scheduler, tokenizer, metrics, overlap=not config.disable_overlap)
     limits = ApiLimits(

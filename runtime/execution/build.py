@@ -12,7 +12,7 @@ import torch
 from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.checkpoints.open_checkpoint import open_checkpoint
-from runtime.errors import ConfigError, ModelError
+from runtime.errors import ConfigError, ModelError, shown
 from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import DTYPES, Device, open_device
 from runtime.execution.kv_pool import bytes_per_token
@@ -58,12 +58,14 @@ def build_runner(
     page_size: int,
     max_running_requests: int,
     tokenizer_size: int | None = None,
+    tokenizer_eos_id: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[ModelRunner, ModelInfo]:
     """A runner with its weights loaded, ready for the first step.
 
     Args:
         tokenizer_size: ids from here on are never sampled; None: every row of the output layer.
+        tokenizer_eos_id: ends a generation too: fine-tunes change it and leave the configs behind.
         progress: told what is going on, at least every two seconds.
     Raises:
         ModelError: the model cannot be loaded. ConfigError: the options do not fit it or the
@@ -94,7 +96,7 @@ def build_runner(
         path=path,
         model_type=str(checkpoint.config["model_type"]),
         context_length=context_length,
-        eos_token_ids=_eos_token_ids(checkpoint),
+        eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, spec.vocab_size),
         generation_config=checkpoint.generation_config,
     )
     sizes = RunnerSizes(
@@ -136,14 +138,23 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return DTYPES.get(first.dtype if first else "float32", torch.float32)
 
 
-def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """The generation config's, else the config's: an id, a list of ids, or nothing."""
-    given = checkpoint.generation_config.get("eos_token_id")
-    if given is None:
-        given = checkpoint.config.get("eos_token_id")
-    if given is None:
-        return frozenset()
-    return frozenset([given] if isinstance(given, int) else given)
+def _eos_token_ids(
+    checkpoint: Checkpoint, tokenizer_eos_id: int | None, vocab_size: int
+) -> frozenset[int]:
+    """Those of both configs and the tokenizer's own; ids that cannot be sampled end nothing.
+
+    Raises: ModelError: a config names something else than an id or a list of ids.
+    """
+    found = set() if tokenizer_eos_id is None else {tokenizer_eos_id}
+    for config in (checkpoint.generation_config, checkpoint.config):
+        given = config.get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise ModelError(
+                f"{checkpoint.path}: eos_token_id {shown(given)}: must be an id or a list of ids"
+            )
+        found.update(ids)
+    return frozenset(i for i in found if 0 <= i < vocab_size)
 
 
 def _total_tokens(config: RunnerConfig, device: Device, spec: DecoderSpec, page_size: int) -> int:

@@ -233,7 +233,7 @@ class Generator:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip()):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                ids = self.tokenizer.encode(text, add_special_tokens=False, param="bad_words")
                 if ids:
                     found[tuple(ids)] = None
         return tuple(found)

@@ -134,10 +134,11 @@ class Sequence:
     def close(self, finish: Finish) -> None:
         """Sends the last delta: text that was held back, unless a stop cut it, and the reason."""
         delta = self._delta
+        cut = finish.reason is not FinishReason.STOP
         if self._scanner is None:
-            delta.text += self._detokenizer.flush()
+            delta.text += self._detokenizer.flush(cut=cut)
         elif self._scanner.matched is None:
-            delta.text += self._scanner.feed(self._detokenizer.flush())
+            delta.text += self._scanner.feed(self._detokenizer.flush(cut=cut))
             delta.text += self._scanner.flush()
         delta.finish = finish
         self.stream.put_nowait(delta)

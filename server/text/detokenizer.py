@@ -7,7 +7,7 @@ Three ways, by the tokenizer's decoder:
 - anything else: the library decodes a window of the last tokens with and without the new one.
 
 Bytes that never become a character show as U+FFFD, streamed and whole alike, since whole answers
-are joined from the same pieces.
+are joined from the same pieces. A character whose last bytes a limit cut off does not show at all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ class Detokenizer(Protocol):
         """The text that the token completes; "" while a character is incomplete."""
         ...
 
-    def flush(self) -> str:
-        """What is left at the end of the sequence."""
+    def flush(self, *, cut: bool = False) -> str:
+        """What is left at the end of the sequence.
+
+        Args: cut: the end is a limit's, not the model's, so a character that lacks its last bytes
+            is left out rather than shown as U+FFFD.
+        """
         ...
 
 
@@ -45,8 +49,8 @@ class ByteDetokenizer:
     def feed(self, token_id: int) -> str:
         return self._decode(self._table[token_id])
 
-    def flush(self) -> str:
-        return self._decode(b"", True)
+    def flush(self, *, cut: bool = False) -> str:
+        return "" if cut else self._decode(b"", True)
 
 
 class PieceDetokenizer:
@@ -74,7 +78,12 @@ class PieceDetokenizer:
         text = self._take_run() + piece if self._run else piece
         return self._stripped(text) if self._strip else text
 
-    def flush(self) -> str:
+    def flush(self, *, cut: bool = False) -> str:
+        if cut:
+            decoder = _utf8("replace")
+            decoder.decode(self._run)
+            incomplete = decoder.getstate()[0]
+            del self._run[len(self._run) - len(incomplete) :]
         return self._stripped(self._take_run())
 
     def _take_run(self) -> str:
@@ -130,10 +139,11 @@ class WindowDetokenizer:
             return ""
         return self._release(text)
 
-    def flush(self) -> str:
+    def flush(self, *, cut: bool = False) -> str:
         if len(self._ids) == self._read:
             return ""
-        return self._release(self._decode(self._ids))
+        text = self._release(self._decode(self._ids))
+        return text.rstrip("\ufffd") if cut else text
 
     def _release(self, text: str) -> str:
         news = text[len(self._shown) :]

@@ -1,20 +1,17 @@
 """The model's tokenizer: text to ids, conversations to ids, ids to text.
 
-Built on the `tokenizers` library alone: importing transformers (and with it torch) takes seconds.
-A folder without tokenizer.json is converted by transformers once, at start.
+Built on the `tokenizers` library alone; `tokenizer_files` says when transformers reads a folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import tokenizers
-
+from runtime.checkpoints.json_file import read_optional_json_object
 from runtime.errors import InvalidRequest, ModelError
 from server.text.chat_template import ChatTemplate
 from server.text.detokenizer import (
@@ -23,10 +20,13 @@ from server.text.detokenizer import (
     PieceDetokenizer,
     WindowDetokenizer,
 )
+from server.text.tokenizer_files import load_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
+
+    import tokenizers
 
     from server.text.chat_template import Message
 
@@ -42,7 +42,8 @@ class Tokenizer:
     Args:
         backend: the library's object.
         chat_template: None where the model has none.
-        eos_token_ids: ids that end a sequence (generation config, model config, tokenizer).
+        eos_token_id: the tokenizer's own end of a sequence, beside those that the model's configs
+            name.
 
     Attributes:
         vocab_size: one more than the largest id. longest_token: characters of the longest.
@@ -54,19 +55,20 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         chat_template: ChatTemplate | None = None,
-        eos_token_ids: frozenset[int] = frozenset(),
         bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
     ) -> None:
         self.backend = backend
         self.chat_template = chat_template
-        self.eos_token_ids = eos_token_ids
         self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=1)  # characters
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = {token.content: i for i, token in added.items()}
+        self._unknown: dict[int, str] = {}  # tokens that the model has no embedding for
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._kind = _decoder_kind(backend)
         self._hidden_ids = self.special_ids  # not in the text, unless a request wants them
@@ -81,31 +83,60 @@ class Tokenizer:
 
         Raises: ModelError: no tokenizer there, or one that cannot be read.
         """
-        config = _read_json(folder / "tokenizer_config.json")
-        backend = _load_backend(folder)
-        special = _special_tokens(folder, config)
+        config = read_optional_json_object(folder / "tokenizer_config.json")
+        backend, special = load_backend(folder, config)
         sources = _template_sources(folder, config, template_file)
         template = ChatTemplate(sources, special) if sources else None
-        eos = set(_config_ids(folder))
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
-        eos_id = ids.get("eos_token")
-        if eos_id is not None:
-            eos.add(eos_id)
         return cls(
             backend,
             chat_template=template,
-            eos_token_ids=frozenset(eos),
             bos_token_id=ids.get("bos_token"),
+            eos_token_id=ids.get("eos_token"),
         )
+
+    def limit_ids(self, rows: int) -> None:
+        """Refuses, from now on, text that holds a token beyond the model's embedding.
+
+        Files name more tokens than the model has been given (a [PAD] that was added without
+        resizing, Gemma 3's image token); in a prompt such an id would fail the whole step.
+
+        Args: rows: of the embedding.
+        """
+        if self.vocab_size > rows:
+            vocabulary = self.backend.get_vocab(with_added_tokens=True)
+            self._unknown = {i: token for token, i in vocabulary.items() if i >= rows}
 
     # Text to ids
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, on the calling thread."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """Ids of a text, on the calling thread.
+
+        Args: param: the request's field that holds the text, for messages.
+        Raises: InvalidRequest: the text cannot be tokenized, or holds a token that the model's
+            embedding has no row for.
+        """
         # The batch call gives up the GIL while it works; `encode` does not (measured: 0.7 s).
-        batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library raises bare Exception
+            raise InvalidRequest(f"{param}: cannot be tokenized: {error}", param=param) from None
         ids: list[int] = batch[0].ids
+        if self._unknown:
+            self._check_known(ids, param)
         return ids
+
+    def _check_known(self, ids: Sequence[int], param: str) -> None:
+        for token_id in ids:
+            if token_id in self._unknown:
+                raise InvalidRequest(
+                    f"{param}: holds {self._unknown[token_id]!r}, token {token_id} of the"
+                    f" tokenizer, which this model does not have: its tokens end at"
+                    f" {min(self._unknown) - 1}",
+                    param=param,
+                )
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; a long one is encoded on the tokenizer's own thread."""
@@ -123,7 +154,8 @@ class Tokenizer:
 
         def work() -> list[int]:
             # Templates write their own special tokens.
-            return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+            text = self.render_chat(messages, **options)
+            return self.encode(text, add_special_tokens=False, param="messages")
 
         size = sum(len(str(message.get("content") or "")) for message in messages)
         if size <= INLINE_CHARACTERS and not options.get("tools"):
@@ -177,8 +209,9 @@ class Tokenizer:
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def special_id(self, text: str) -> int | None:
-        """The id of the added token that is exactly this text, if there is one."""
-        return self._added_ids.get(text)
+        """The id of the added token that is exactly this text, if the model has one."""
+        token_id = self._added_ids.get(text)
+        return None if token_id in self._unknown else token_id
 
     def special_tokens(self) -> dict[str, int]:
         """The text of each special token, with its id."""
@@ -259,48 +292,6 @@ def _decoder_kind(backend: tokenizers.Tokenizer) -> str:
     return "pieces" if parts == sentence_piece else "window"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    return value if isinstance(value, dict) else {}
-
-
-def _load_backend(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        try:
-            return tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{path}: cannot be read: {error}") from None
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        from transformers import AutoTokenizer
-
-        backend = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
-    except Exception as error:
-        raise ModelError(f"{folder}: holds no tokenizer that can be read: {error}") from None
-    assert isinstance(backend, tokenizers.Tokenizer)
-    return backend
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and so on, as chat templates name them."""
-    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
-    found = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"):
-        value = merged.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
-
-
 def _template_sources(
     folder: Path, config: Mapping[str, Any], override: Path | None
 ) -> dict[str, str]:
@@ -314,19 +305,9 @@ def _template_sources(
     if jinja.is_file():
         return {"default": jinja.read_text(encoding="utf-8")}
     value = config.get("chat_template")
-    value = value or _read_json(folder / "chat_template.json").get("chat_template")
+    value = value or read_optional_json_object(folder / "chat_template.json").get("chat_template")
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):
         return {entry["name"]: entry["template"] for entry in value}
     return dict(value) if isinstance(value, dict) else {}
-
-
-def _config_ids(folder: Path) -> list[int]:
-    """EOS ids of generation_config.json and config.json."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        found += [i for i in values if isinstance(i, int)]
-    return found

@@ -180,22 +180,28 @@ def test_activations_beyond_float16_stay_finite(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_here(tmp_path), want, atol=1e-3, rtol=1e-3)
 
 
-def test_eos_ids_are_those_of_the_generation_config(tmp_path: Path) -> None:
+def test_eos_ids_are_those_of_both_configs_and_of_the_tokenizer(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
 
-    def eos() -> frozenset[int]:
+    def eos(**options: int) -> frozenset[int]:
         config = RunnerConfig(model=str(tmp_path), device="cpu", max_total_tokens=64)
-        runner, info = build_runner(config, page_size=4, max_running_requests=1)
+        runner, info = build_runner(config, page_size=4, max_running_requests=1, **options)
         runner.close()
         return info.eos_token_ids
 
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": [5, 9]}))
-    assert eos() == {5, 9}
+    assert eos() == {2, 5, 9}
+    assert eos(tokenizer_eos_id=7) == {2, 5, 7, 9}
+    path.write_text(json.dumps({"eos_token_id": [5, -1, 2**40]}))  # what cannot be sampled
+    assert eos(tokenizer_eos_id=10**6) == {2, 5}
     path.write_text("{}")
     assert eos() == {2}
     edit_config(tmp_path, eos_token_id=None)
     assert eos() == frozenset()
+    edit_config(tmp_path, eos_token_id="</s>")
+    with pytest.raises(ModelError, match="eos_token_id '</s>': must be an id or a list of ids"):
+        eos()
 
 
 def test_a_pool_of_less_than_three_pages_is_refused(tmp_path: Path) -> None:

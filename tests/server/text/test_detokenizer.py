@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from server.text.tokenizer import Tokenizer
+from tests.fakes import IM_END, fake_runner, fake_server, make_fake_service
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁", "▁the", "▁river", "s", "ing", "▁世界", "界", "é", "▁.", ",", "▁▁", "🙂"]
@@ -108,6 +110,70 @@ def test_a_cut_character_at_the_end_shows_as_one_replacement():
     ids = tokenizer.encode("ok 🙂")[:-1]
     assert one_by_one(tokenizer, [], ids, True)[-1] == "\ufffd"
     assert tokenizer.decode(ids) == "ok \ufffd"
+
+
+def byte_level_with_another_decoder() -> tokenizers.Tokenizer:
+    """Decoded by windows of tokens, like any decoder that is not known here."""
+    backend = byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return backend
+
+
+@pytest.mark.parametrize(
+    "make",
+    [byte_level, sentence_piece, byte_level_with_another_decoder],
+    ids=lambda make: make.__name__,
+)
+def test_a_character_cut_by_a_limit_is_left_out(make):
+    """Every prefix of a text's tokens gives the whole characters that its bytes spell."""
+    tokenizer = Tokenizer(make())
+    text = "é🙂界a🙂🙂é"
+    ids = [tokenizer.backend.token_to_id(name) for c in text for name in names(make, c)]
+    for end in range(len(ids) + 1):
+        state = tokenizer.detokenizer()
+        shown = "".join([*map(state.feed, ids[:end]), state.flush(cut=True)])
+        assert shown == text.encode()[:end].decode(errors="ignore"), end
+
+
+def names(make, character: str) -> list[str]:
+    """Tokens of single bytes that spell a character."""
+    if make is sentence_piece:
+        return [f"<0x{byte:02X}>" for byte in character.encode()]
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return list(split.pre_tokenize_str(character)[0][0])
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece], ids=lambda make: make.__name__)
+def test_bytes_that_can_never_become_a_character_show_after_a_cut_too(make):
+    tokenizer = Tokenizer(make())
+    state = tokenizer.detokenizer()
+    broken = [tokenizer.backend.token_to_id(name) for name in names(make, "🙂")[1:3]]
+    shown = "".join([*map(state.feed, broken), state.flush(cut=True)])
+    assert shown == "\ufffd\ufffd" == tokenizer.backend.decode(broken)
+
+
+async def test_an_answer_cut_by_its_limit_ends_with_a_whole_character():
+    answer = list("ab🙂🙂".encode())
+    runner = fake_runner(lambda request, index: answer[index] if index < len(answer) else IM_END)
+    async with fake_server(make_fake_service(runner)) as server:
+        for limit in range(1, len(answer) + 1):
+            wanted = bytes(answer[:limit]).decode(errors="ignore")
+            for body in ({}, {"stop": ["zz"]}, {"logprobs": 1}):
+                found = await server.complete(max_tokens=limit, temperature=0, **body)
+                assert found["choices"][0]["text"] == wanted
+                assert found["choices"][0]["finish_reason"] == "length"
+            body = {"prompt": "hello", "max_tokens": limit}
+            events = [json.loads(e) for e in (await server.events("/v1/completions", body))[:-1]]
+            assert "".join(event["choices"][0]["text"] for event in events) == wanted
+
+
+async def test_a_character_that_the_model_itself_leaves_incomplete_shows():
+    answer = [*"ab🙂".encode()[:-1], IM_END]
+    runner = fake_runner(lambda request, index: answer[index])
+    async with fake_server(make_fake_service(runner)) as server:
+        found = await server.complete(max_tokens=20)
+        assert found["choices"][0]["text"] == "ab\ufffd"
+        assert found["choices"][0]["finish_reason"] == "stop"
 
 
 def test_ids_beyond_the_vocabulary_have_no_text():
