@@ -8,15 +8,13 @@ it *starts* first; of two that start together, the longer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import regex
+from server.generation.stop_expressions import ExpressionScanner, compile_expressions
+from server.generation.stop_strings import StopStrings
 
-from runtime.errors import InvalidRequest
-
-# A stop expression is the client's own program: it may not hold up everybody's tokens.
-REGEX_SECONDS = 0.02
-# Text before the held-back part that look-behinds and \b of a stop expression can see.
-REGEX_CONTEXT = 128
+if TYPE_CHECKING:
+    from server.generation.stop_expressions import Expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +22,9 @@ class StopRules:
     """What ends a text. Built once per request, shared by its choices."""
 
     strings: tuple[str, ...] = ()
-    expressions: tuple[regex.Pattern[str], ...] = ()
+    expressions: tuple[Expression, ...] = ()
     include_in_output: bool = False
+    automaton: StopStrings | None = None  # of the strings
 
     def __bool__(self) -> bool:
         return bool(self.strings or self.expressions)
@@ -34,51 +33,54 @@ class StopRules:
 def compile_stops(
     strings: tuple[str, ...], expressions: tuple[str, ...] = (), include_in_output: bool = False
 ) -> StopRules:
-    """Rules from what a request gave.
+    """Rules from what a request gave. None of the strings is empty.
 
-    Raises: InvalidRequest: an expression that cannot be compiled, or that matches empty text.
+    Raises: InvalidRequest: an expression that cannot be compiled, or that matches empty text; more
+        of either than can be looked for without holding up everybody's tokens.
     """
-    compiled = []
-    for source in expressions:
-        try:
-            pattern = regex.compile(source)
-            if pattern.fullmatch("", timeout=REGEX_SECONDS):
-                raise InvalidRequest(
-                    f"stop_regex {source!r}: matches empty text; it must match something",
-                    param="stop_regex",
-                )
-        except (regex.error, TimeoutError) as error:
-            raise InvalidRequest(f"stop_regex {source!r}: {error}", param="stop_regex") from None
-        compiled.append(pattern)
-    return StopRules(strings, tuple(compiled), include_in_output)
+    return StopRules(
+        strings,
+        compile_expressions(expressions),
+        include_in_output,
+        StopStrings(strings) if strings else None,
+    )
 
 
 class StopScanner:
     """Where one text stands against its stop rules."""
 
-    __slots__ = ("_before", "_held", "_rules", "matched")
+    __slots__ = ("_automaton", "_expressions", "_held", "_include_stop", "_state", "matched")
 
     def __init__(self, rules: StopRules) -> None:
-        self._rules = rules
+        self._automaton = rules.automaton
+        self._state = 0
+        self._expressions = ExpressionScanner(rules.expressions) if rules.expressions else None
+        self._include_stop = rules.include_in_output
         self._held = ""
-        self._before = ""  # the end of what was let through, for expressions
         self.matched: str | None = None  # the stop string, or the source of the expression
 
     def feed(self, text: str) -> str:
-        """The text that may be shown now. After a match, `matched` is set and nothing follows."""
+        """The text that may be shown now. After a match, `matched` is set and nothing follows.
+
+        Raises: InvalidRequest: the stop expressions take too long.
+        """
         if not text:
             return ""
-        buffer = self._held + text
-        hit = self._first_match(buffer)
-        if hit is not None:
-            start, end, self.matched = hit
+        known = len(self._held)
+        undecided = self._held + text
+        best, keep = self._look_for_strings(undecided, known)
+        if self._expressions is not None:
+            matches, expressions_keep = self._expressions.look(undecided)
+            keep = min(keep, expressions_keep)
+            for match in matches:
+                best = _earlier(best, match)
+        if best is not None:
+            start, end, self.matched = best
             self._held = ""
-            return buffer[: end if self._rules.include_in_output else start]
-        keep = self._first_undecided(buffer)
-        self._held = buffer[keep:]
-        shown = buffer[:keep]
-        if self._rules.expressions:
-            self._before = (self._before + shown)[-REGEX_CONTEXT:]
+            return undecided[: end if self._include_stop else start]
+        shown, self._held = undecided[:keep], undecided[keep:]
+        if self._expressions is not None:
+            self._expressions.let_through(shown)
         return shown
 
     def flush(self) -> str:
@@ -86,47 +88,24 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, buffer: str) -> tuple[int, int, str] | None:
+    def _look_for_strings(
+        self, undecided: str, known: int
+    ) -> tuple[tuple[int, int, str] | None, int]:
+        """The first stop string, if there is one, and the index from which the text may be the
+        beginning of one. The automaton has seen the first `known` characters."""
+        automaton = self._automaton
+        if automaton is None:
+            return None, len(undecided)
         best: tuple[int, int, str] | None = None
-        for stop in self._rules.strings:
-            start = buffer.find(stop)
-            if start >= 0:
-                best = _earlier(best, (start, start + len(stop), stop))
-        for pattern in self._rules.expressions:
-            span = self._search(pattern, buffer, partial=False)
-            if span is not None:
-                best = _earlier(best, (*span, pattern.pattern))
-        return best
-
-    def _first_undecided(self, buffer: str) -> int:
-        """Index from which the buffer may be the beginning of a stop."""
-        keep = len(buffer)
-        for stop in self._rules.strings:
-            start = buffer.find(stop[0], max(0, len(buffer) - len(stop) + 1))
-            while 0 <= start < keep and not stop.startswith(buffer[start:]):
-                start = buffer.find(stop[0], start + 1)
-            if start >= 0:
-                keep = min(keep, start)
-        for pattern in self._rules.expressions:
-            span = self._search(pattern, buffer, partial=True)
-            if span is not None:
-                keep = min(keep, span[0])
-        return keep
-
-    def _search(
-        self, pattern: regex.Pattern[str], buffer: str, *, partial: bool
-    ) -> tuple[int, int] | None:
-        """Span of a match within the buffer; an expression that takes too long matches nothing."""
-        offset = len(self._before)
-        try:
-            found = pattern.search(
-                self._before + buffer, pos=offset, partial=partial, timeout=REGEX_SECONDS
-            )
-        except TimeoutError:
-            return None
-        if found is None or (found.start() == found.end() and not partial):
-            return None
-        return found.start() - offset, found.end() - offset
+        state = self._state
+        for end, character in enumerate(undecided[known:], known + 1):
+            state = automaton.step(state, character)
+            if best is not None and end - automaton.depth[state] > best[0]:
+                break  # whatever is complete later also starts later
+            if length := automaton.stop_length[state]:
+                best = _earlier(best, (end - length, end, undecided[end - length : end]))
+        self._state = state
+        return best, len(undecided) - automaton.depth[state]
 
 
 def _earlier(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest
 from server.generation.stop_rules import StopScanner, compile_stops
+from server.generation.stop_strings import StopStrings
 
 
 def scan(pieces, strings=(), expressions=(), include=False):
@@ -44,11 +47,55 @@ def test_one_character_at_a_time_finds_the_stop_that_completes_first(text, strin
 
 
 @settings(max_examples=300, deadline=None)
-@given(pieces=st.lists(LETTERS, max_size=5), strings=st.lists(st.just("aab"), max_size=1))
+@given(
+    pieces=st.lists(LETTERS, max_size=5),
+    strings=st.lists(st.text("ab", min_size=1, max_size=5), max_size=6),
+)
 def test_nothing_of_a_stop_is_ever_shown(pieces, strings):
     shown, matched = scan(pieces, strings)
-    joined = "".join(shown)
-    assert (joined, matched) == expected("".join(pieces), strings)
+    for end in range(len(pieces) + 1):
+        text, stop = expected("".join(pieces[:end]), strings)
+        if stop is not None:
+            break  # the first piece that completes a stop ends the text
+    assert ("".join(shown), matched) == (text, stop)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=LETTERS, strings=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
+def test_as_little_as_possible_is_held_back(text, strings):
+    scanner = StopScanner(compile_stops(tuple(strings)))
+    shown = ""
+    for end, character in enumerate(text, 1):
+        shown += scanner.feed(character)
+        if scanner.matched is not None:
+            return
+        held = next(i for i in range(end + 1) if any(s.startswith(text[i:end]) for s in strings)
+                    or i == end)  # fmt: skip
+        assert shown == text[:held]
+
+
+def test_the_work_does_not_grow_with_the_number_of_stops():
+    """Beginnings that match for long and then do not: each step back pays for a step on."""
+
+    class Counting(list):
+        steps_back = 0
+
+        def __getitem__(self, index):
+            self.steps_back += 1
+            return super().__getitem__(index)
+
+    stops = tuple("a" * length + "b" for length in range(10, 120))
+    rules = compile_stops(stops)
+    rules.automaton._fallback = counting = Counting(rules.automaton._fallback)
+    scanner = StopScanner(rules)
+    text = ("a" * 200 + "c") * 20
+    assert scanner.feed(text) + scanner.flush() == text
+    assert counting.steps_back <= len(text)
+
+
+def test_more_stop_text_than_can_be_prepared_is_refused():
+    with pytest.raises(InvalidRequest, match="stop: has 20000 characters in all; at most 8192"):
+        StopStrings([f"{i:04}" * 50 for i in range(100)])
 
 
 def test_text_that_cannot_begin_a_stop_is_not_held_back():
@@ -81,15 +128,52 @@ def test_stop_expressions(expression, pieces, text, matched):
 
 
 @pytest.mark.parametrize(
-    ("expression", "reason"), [("([", "stop_regex"), ("a*", "empty text"), ("", "empty text")]
+    ("expression", "reason"),
+    [
+        pytest.param("([", "unterminated character set", id="syntax"),
+        pytest.param("a*", "empty text", id="matches-nothing"),
+        pytest.param("", "empty text", id="empty"),
+        pytest.param("(" * 500 + "a" + ")" * 500, "too many groups", id="deep"),
+        pytest.param("a" * 1025, "has 1025 characters in all; at most 1024", id="long"),
+        pytest.param("((a{999}){999}){999}", "repetitions, one within another", id="memory"),
+        pytest.param("(?:" * 30 + "a" + "){2,3}" * 30, "repetitions, one within", id="doubling"),
+        pytest.param("(a(?=b{9999})|c)+", "repetitions, one within another", id="look-ahead"),
+        pytest.param(r"\p{Nonsense}", "bad escape", id="not-of-python"),
+    ],
 )
 def test_expressions_that_cannot_be_used_are_refused(expression, reason):
-    with pytest.raises(InvalidRequest, match=reason):
+    with pytest.raises(InvalidRequest, match=reason) as caught:
         compile_stops((), (expression,))
+    assert caught.value.param == "stop_regex"
+    assert len(str(caught.value)) < 200
 
 
-def test_an_expression_that_takes_too_long_matches_nothing():
-    """Nested repetition takes exponential time; the loop that serves everybody must go on."""
-    shown, matched = scan(["a" * 40 + "b"], expressions=[r"(a|a)*(a|aa)*(aa|a)+c"])
-    assert matched is None
-    assert "".join(shown) == "a" * 40 + "b"
+def test_the_bound_on_expressions_is_on_all_of_them_together():
+    compile_stops((), ("(?i)" + "ab" * 500,))
+    with pytest.raises(InvalidRequest, match="has 2008 characters in all"):
+        compile_stops((), ("(?i)" + "ab" * 500,) * 2)
+    with pytest.raises(InvalidRequest, match="too many to write out"):
+        compile_stops((), ("a{6000}", "b{6000}"))
+
+
+def test_an_expression_that_backtracks_for_too_long_is_refused_and_not_forgotten():
+    """Nested repetition takes exponential time; the loop that serves everybody must go on. Nor may
+    the client think that its stop is looked for."""
+    scanner = StopScanner(compile_stops((), (r"(a|a)*(a|aa)*(aa|a)+c",)))
+    started = time.thread_time()
+    with pytest.raises(InvalidRequest, match="take too long to match") as caught:
+        scanner.feed("a" * 40 + "b")
+    assert time.thread_time() - started < 1.0, "it would take for ever"
+    assert caught.value.param == "stop_regex"
+
+
+def test_expressions_that_are_slow_again_and_again_are_refused():
+    """Each search ends in time; it is their sum that others would wait for."""
+    scanner = StopScanner(compile_stops((), (r"(a|a)*(a|aa)*(aa|a)+c",)))
+
+    def feed_on():
+        for _ in range(10000):
+            scanner.feed("aaaaaaaaaaab")
+
+    with pytest.raises(InvalidRequest, match="take too long"):
+        feed_on()
