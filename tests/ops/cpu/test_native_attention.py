@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
@@ -30,6 +31,37 @@ def rounded(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator(seed)).to(dtype)
 
 
+class Problem(NamedTuple):
+    """Arguments of an attention, and what it should give."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batch: AttentionBatch
+    spec: AttentionSpec
+    want: Tensor
+
+
+@functools.cache
+def problem(
+    heads: int, kv_heads: int, dim: int, kind: str, page_size: int, dtype: torch.dtype
+) -> Problem:
+    """Every key that no row may read is NaN. Kept: the reference is slow, and every instruction
+    path solves the same problems."""
+    batch, _, _, slots = paged_batch(ROWS, page_size)
+    k, v = (rounded(dtype, slots, kv_heads, dim, seed=seed) for seed in (1, 2))
+    spec = make_spec(kind, heads, dim)
+    fused = rounded(dtype, int(batch.qo_indptr[-1]), heads + 2, dim, seed=4)
+    q = fused[:, :heads]  # strided
+    want = reference.extend_attention(q.float(), k.float(), v.float(), batch, spec)
+    owned = torch.zeros(slots, dtype=torch.bool)
+    for b, (kv_len, new) in enumerate(ROWS):
+        first = max(0, kv_len - new - spec.window + 1) if spec.window else 0
+        owned[reference.row_slots(batch, b)[first:]] = True
+    k[~owned] = v[~owned] = float("nan")
+    return Problem(q, k, v, batch, spec, want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
@@ -45,17 +77,7 @@ def test_attention_equals_the_reference_and_reads_no_foreign_key(
     page_size: int,
     dtype: torch.dtype,
 ) -> None:
-    batch, _, _, slots = paged_batch(ROWS, page_size)
-    k, v = (rounded(dtype, slots, kv_heads, dim, seed=seed) for seed in (1, 2))
-    spec = make_spec(kind, heads, dim)
-    fused = rounded(dtype, int(batch.qo_indptr[-1]), heads + 2, dim, seed=4)
-    q = fused[:, :heads]  # strided
-    want = reference.extend_attention(q.float(), k.float(), v.float(), batch, spec)
-    owned = torch.zeros(slots, dtype=torch.bool)
-    for b, (kv_len, new) in enumerate(ROWS):
-        first = max(0, kv_len - new - spec.window + 1) if spec.window else 0
-        owned[reference.row_slots(batch, b)[first:]] = True
-    k[~owned] = v[~owned] = float("nan")
+    q, k, v, batch, spec, want = problem(heads, kv_heads, dim, kind, page_size, dtype)
     got = native.extend_attention(q, k, v, batch, spec)
     # bfloat16: weights and output are rounded to 8 bits.
     assert relative_error(got, want) <= (1e-5 if dtype == torch.float32 else 2e-2)

@@ -112,7 +112,11 @@ def test_extend_and_decode_equal_the_reference(case: Case) -> None:
         assert relative_error(got, expected) <= TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("group", [24, 71, 128], ids="g{}".format)
+@pytest.mark.parametrize(
+    "group",
+    [24, *(pytest.param(group, marks=pytest.mark.slow) for group in (71, 128))],
+    ids="g{}".format,
+)
 def test_large_groups_take_several_tiles(group: int) -> None:
     problem = paged_problem([(40, 1), (0, 1)], head_dim=64, group=group, kv_heads=1)
     expected = reference_attention(*problem.arguments())
@@ -120,6 +124,7 @@ def test_large_groups_take_several_tiles(group: int) -> None:
         assert relative_error(op(*problem.arguments()), expected) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 1500])
 def test_decode_over_many_splits_equals_the_reference(window: int) -> None:
     """Past 1024 keys the splits grow: 5000 keys are cut at 128 and at 256, 512, 1024."""
@@ -129,6 +134,7 @@ def test_decode_over_many_splits_equals_the_reference(window: int) -> None:
     assert relative_error(got, reference_attention(*problem.arguments())) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_decode_row_depends_on_nothing_but_itself() -> None:
     """The same bits alone, beside other rows, and under a larger bound of the context."""
     rows = [(700, 1), (3, 1), (2100, 1), (127, 1)]
@@ -158,6 +164,7 @@ def test_splits_double_after_every_eight() -> None:
     assert [num_splits(n) for n in (7168, 32768, 131072)] == [24, 41, 57]
 
 
+@pytest.mark.slow
 def test_every_row_finds_a_tile_whatever_the_raggedness() -> None:
     """Many rows of one token between longer ones: the tile numbers must reach every row."""
     rows = [(0, 1)] * 9 + [(5, 70)] + [(33, 1)] * 7 + [(0, 33), (2, 32), (0, 1)]

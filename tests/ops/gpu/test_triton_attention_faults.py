@@ -135,6 +135,7 @@ def test_nan_outside_of_the_window_is_not_read(op, page_size: int) -> None:
     assert relative_error(got, reference_attention(*problem.arguments())) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 8, 16, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
 def test_windows_smaller_than_a_tile(window: int, dtype: torch.dtype) -> None:

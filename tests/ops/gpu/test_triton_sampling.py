@@ -94,6 +94,7 @@ def test_filters_and_their_ties(step: float, top_k: int, top_p: float, min_p: fl
     agree(logits, tensors(3, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p))
 
 
+@pytest.mark.slow
 def test_filters_differ_by_row() -> None:
     """Greedy, plain, and each filter side by side, over three tiles."""
     s = tensors(6, top_k=1)
@@ -104,6 +105,7 @@ def test_filters_differ_by_row() -> None:
     agree(random_logits(6, 9001), s)
 
 
+@pytest.mark.slow
 def test_ties_at_the_threshold_are_kept_by_id() -> None:
     """Ten equal logits and top-k 3: only ids 5, 6 and 7 can come. The same where top-p cuts."""
     logits = torch.full((12, 64), -5.0)
@@ -120,6 +122,7 @@ def test_top_p_of_zero_keeps_the_first_token() -> None:
     assert chosen.tolist() == random_logits(4, step=2.0).argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits, s = random_logits(5), tensors(5, top_k=30, top_p=0.8)
     together = sample(logits.clone(), s)
@@ -192,6 +195,7 @@ def test_penalties_and_their_counts(temperature: float) -> None:
     assert s.penalties.output_counts.sum() - before == 3 * 3
 
 
+@pytest.mark.slow
 def test_all_steps_together_keep_their_order() -> None:
     s = tensors(6, temperature=1.1, top_k=40, top_p=0.9, min_p=0.01)
     s.penalties = penalties(6)
