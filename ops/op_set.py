@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -196,21 +198,30 @@ class DecoderWeights:
     lm_head: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderStep:
+    """What a decoder computes in one step, and the memory that it works on.
+
+    Args:
+        input_ids, positions: [T] int64. slots: [T] int64, where each token's K and V are stored.
+        attention: the step's rows.
+        logit_tokens: [N] int64, indices into the T tokens: whose logits are wanted.
+        caches: what each layer keeps of earlier tokens: its pools of K and V, [S, HK, D].
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    attention: AttentionBatch
+    logit_tokens: Tensor
+    caches: Sequence[tuple[Tensor, ...]]
+
+
 class CompiledDecoder(Protocol):
     """A whole decoder stack as one call; what `OpSet.compile` returns where a backend has it."""
 
-    def __call__(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        batch: AttentionBatch,
-        k_pools: list[Tensor],
-        v_pools: list[Tensor],
-        logit_tokens: Tensor,
-    ) -> Tensor:
-        """Logits [N, V] float32 of the tokens at `logit_tokens` ([N] int64, indices into the T
-        tokens), after storing K and V of all T tokens at `slots` ([T] int64)."""
+    def __call__(self, step: DecoderStep) -> Tensor:
+        """Logits [N, V] float32 of `step.logit_tokens`, after storing K and V of all tokens."""
         ...
 
 

@@ -10,7 +10,6 @@ import torch
 
 from ops import reference
 from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
-from runtime.execution.forward_batch import decode_forward_batch
 from runtime.request import SamplingParams
 from scripts._gpu_engine import Outcome, make_request, run_requests, scheduler_for
 from tests.ops.gpu.paged import paged_problem, relative_error
@@ -170,19 +169,19 @@ def fill_decode_rows(runner: ModelRunner, kv_lens: list[int], *, seed: int = 0) 
     """Gives request rows 1, 2, ... pages of random KV and a newest token; their rows [B] int32."""
     where = runner.device.torch_device
     generator = torch.Generator(where).manual_seed(seed)
-    for pool in (*runner.pool.k, *runner.pool.v):
+    for pool in runner.memory.pool.tensors():
         pool.normal_(generator=generator)
     page_size, first = runner.sizes.page_size, 1
     for row, kv_len in enumerate(kv_lens, start=1):
         count = -(-kv_len // page_size)
         pages = torch.arange(first, first + count, dtype=torch.int32, device=where)
-        runner.table.table[row, :count] = pages
+        runner.memory.block_table.pages[row, :count] = pages
         first += count
     if first * page_size > runner.info.max_total_tokens:
         raise ValueError(
             f"{sum(kv_lens)} tokens of KV: the pool has {runner.info.max_total_tokens}"
         )
-    runner.next_tokens.random_(runner.info.vocab_size, generator=generator)
+    runner.memory.next_tokens.random_(runner.info.vocab_size, generator=generator)
     return torch.arange(1, len(kv_lens) + 1, dtype=torch.int32, device=where)
 
 
@@ -191,25 +190,23 @@ def check_graphs(runner: ModelRunner) -> Iterator[Check]:
     """A replay equals the eager step at the padded size bit for bit, and writes its slots alone."""
     where = runner.device.torch_device
     graphs, bound = runner.graphs, runner.sizes.context_length
+    keys = runner.memory.pool.tensors()[0]
     assert graphs is not None
     for count in (1, 3, runner.sizes.rows - 1):
         kv_lens = [17 + 5 * i for i in range(count)]
         rows = fill_decode_rows(runner, kv_lens)
         lengths = torch.tensor(kv_lens, dtype=torch.int32, device=where)
         size = graphs.padded_size(count)
-        assert size is not None
         padding = size - count
         padded_rows = torch.cat((rows, rows.new_zeros(padding)))
         padded_lengths = torch.cat((lengths, lengths.new_ones(padding)))
-        before = runner.pool.k[0].clone()
+        before = keys.clone()
         eager = runner.decode_logits(padded_rows, padded_lengths, bound)[:count].clone()
-        eager_pool = runner.pool.k[0].clone()
-        runner.pool.k[0].copy_(before)
-        forward = decode_forward_batch(rows, lengths, runner.table, runner.next_tokens, bound)
-        replayed = graphs.replay(forward)
-        assert replayed is not None
-        equal = torch.equal(replayed, eager) and torch.equal(runner.pool.k[0][1:], eager_pool[1:])
-        changed = int((runner.pool.k[0] != before).flatten(1).any(-1)[1:].sum())
+        eager_pool = keys.clone()
+        keys.copy_(before)
+        replayed = graphs.replay(rows, lengths)
+        equal = torch.equal(replayed, eager) and torch.equal(keys[1:], eager_pool[1:])
+        changed = int((keys != before).flatten(1).any(-1)[1:].sum())
         yield Check(
             f"graph of {size} replays {count} rows",
             equal and changed == count,

@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ops.op_set import AttentionSpec, DecoderSpec, DecoderWeights, LayerWeights
-from runtime.execution.cuda_graph_runner import (
-    CudaGraphRunner,
-    CudaRecorder,
-    EagerRecorder,
-    graph_sizes,
-)
+from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import Device
 from runtime.execution.kv_pool import bytes_per_token
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.models.decoder import Decoder
 from runtime.models.rope import RopeSpec
+from tests.ops.gpu.eager_recorder import EagerRecorder
 
 if TYPE_CHECKING:
     from torch import Tensor

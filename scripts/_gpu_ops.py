@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ops.op_set import SamplingTensors
-from runtime.execution.cuda_graph_runner import CudaRecorder, EagerRecorder
+from runtime.execution.cuda_graph_runner import CudaRecorder
 from scripts._gpu_speed import Limits, seconds_of
+from tests.ops.gpu.eager_recorder import EagerRecorder
 from tests.ops.gpu.paged import paged_problem
 
 if TYPE_CHECKING:

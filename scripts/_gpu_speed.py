@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from ops.op_set import AttentionBatch, AttentionSpec
-from runtime.execution.forward_batch import decode_forward_batch
 from runtime.execution.kv_pool import bytes_per_token
 from runtime.request import SamplingParams
 from scripts._gpu_correctness import fill_decode_rows
@@ -78,11 +78,9 @@ def decode_steps(
             break
         rows = fill_decode_rows(runner, [kv_len] * batch)
         lengths = torch.full_like(rows, kv_len)
-        bound = runner.sizes.context_length
-        forward = decode_forward_batch(rows, lengths, runner.table, runner.next_tokens, bound)
         assert runner.graphs is not None
-        graphs = runner.graphs
-        measured = seconds_of(runner.device, lambda g=graphs, f=forward: g.replay(f), repeats=20)
+        replay = partial(runner.graphs.replay, rows, lengths)
+        measured = seconds_of(runner.device, replay, repeats=20)
         kv_bytes = batch * kv_len * bytes_per_token(spec, dtype)
         byte_floor = (step_weight_bytes(spec, dtype) + kv_bytes) / limits.copy_bytes_per_s
         flop_floor = 2 * batch * linear_parameters(spec) / limits.matmul_flops

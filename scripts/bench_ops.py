@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from ops.op_set import (
     AttentionBatch,
     AttentionSpec,
     DecoderSpec,
+    DecoderStep,
     DecoderWeights,
     LayerWeights,
     SamplingTensors,
@@ -229,9 +231,9 @@ def build_decoder(b: Bench, quantization: str | None) -> Any:
 def step(b: Bench) -> Iterator[Result]:
     cases = {"1 x 200": [(200, 1)], "16 x 200": [(200, 1)] * 16}
     cases |= {"chunk 128": [(128, 128)], "chunk 120 + 8 x 200": [(120, 120), *[(200, 1)] * 8]}
-    pools = [
-        [torch.zeros(32768, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS)]
-        for _ in range(2)
+    caches = [
+        tuple(torch.zeros(32768, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
+        for _ in range(LAYERS)
     ]
     for quantization in (None, "int8", "int4"):
         decoder = build_decoder(b, quantization)
@@ -246,7 +248,7 @@ def step(b: Bench) -> Iterator[Result]:
             flops = cost * 2 * ((WEIGHTS - VOCAB * HIDDEN) * len(ids) + VOCAB * HIDDEN * len(rows))
             yield b.time(
                 f"step {quantization or 'bfloat16'} {name}",
-                lambda d=decoder, a=(ids, positions, slots, batch, *pools, last): d(*a),
+                partial(decoder, DecoderStep(ids, positions, slots, batch, last, caches)),
                 weight_bytes * WEIGHTS + LAYERS * of_keys,
                 flops + LAYERS * of_pairs,
             )

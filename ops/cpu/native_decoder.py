@@ -18,7 +18,9 @@ from ops.cpu.arguments import (
 from ops.cpu.library import ACTIVATIONS, TYPES, Library, check
 
 if TYPE_CHECKING:
-    from ops.op_set import AttentionBatch, DecoderSpec, DecoderWeights, LayerWeights
+    from collections.abc import Sequence
+
+    from ops.op_set import DecoderSpec, DecoderStep, DecoderWeights, LayerWeights
 
 # Gate and up are computed in pairs of whole panels.
 _PANEL = 16
@@ -57,7 +59,7 @@ class NativeDecoder:
             *(self._layer(layer) for layer in weights.layers)
         )
         self._pools = (structs.Pools * spec.num_layers)()
-        self._pools_of: tuple[Any, Any] = (None, None)
+        self._caches: Sequence[tuple[Tensor, ...]] | None = None
         self._pool_slots = 0
         assert weights.final_norm is not None  # `fits` was asked
         self._decoder = structs.Decoder(
@@ -84,53 +86,42 @@ class NativeDecoder:
             lm_head=self._linear("lm_head", weights.lm_head, spec.vocab_size, spec.hidden_size),
         )
 
-    def __call__(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        batch: AttentionBatch,
-        k_pools: list[Tensor],
-        v_pools: list[Tensor],
-        logit_tokens: Tensor,
-    ) -> Tensor:
-        tokens = input_ids.shape[0]
-        for name, tensor in (("input_ids", input_ids), ("positions", positions), ("slots", slots)):
-            check(name, tensor, (tokens,), torch.int64)
-        check("logit_tokens", logit_tokens, (None,), torch.int64)
-        if self._pools_of[0] is not k_pools or self._pools_of[1] is not v_pools:
-            self._take_pools(k_pools, v_pools)
-        out = torch.empty((logit_tokens.shape[0], self._spec.vocab_size), dtype=torch.float32)
+    def __call__(self, step: DecoderStep) -> Tensor:
+        tokens = step.input_ids.shape[0]
+        for name in ("input_ids", "positions", "slots"):
+            check(name, getattr(step, name), (tokens,), torch.int64)
+        check("logit_tokens", step.logit_tokens, (None,), torch.int64)
+        if self._caches is not step.caches:
+            self._take_caches(step.caches)
+        wanted = step.logit_tokens.shape[0]
+        out = torch.empty((wanted, self._spec.vocab_size), dtype=torch.float32)
         if tokens:
-            step = structs.Step(
-                *(batch_struct(batch, tokens), input_ids.data_ptr(), positions.data_ptr()),
-                *(slots.data_ptr(), logit_tokens.data_ptr(), logit_tokens.shape[0]),
+            struct = structs.Step(
+                *(batch_struct(step.attention, tokens), step.input_ids.data_ptr()),
+                *(step.positions.data_ptr(), step.slots.data_ptr()),
+                *(step.logit_tokens.data_ptr(), wanted),
                 *(self._pools, self._pool_slots, out.data_ptr()),
             )
-            self._library.call("loom_decode_step", self._decoder, step)
+            self._library.call("loom_decode_step", self._decoder, struct)
         return out
 
-    def _take_pools(self, k_pools: list[Tensor], v_pools: list[Tensor]) -> None:
+    def _take_caches(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
         """Checks and remembers the pools, which stay the same for the life of a runner."""
         spec = self._spec
-        if len(k_pools) != spec.num_layers or len(v_pools) != spec.num_layers:
-            raise ValueError(
-                f"k_pools, v_pools: {len(k_pools)} and {len(v_pools)}, expected one per layer,"
-                f" {spec.num_layers}"
-            )
-        shape = (k_pools[0].shape[0], spec.num_kv_heads, spec.head_dim)
-        dtype = k_pools[0].dtype
-        check("k_pools[0]", k_pools[0], shape, *FLOATS)
-        for i, (k, v) in enumerate(zip(k_pools, v_pools, strict=True)):
-            check(f"k_pools[{i}]", k, shape, dtype)
-            check(f"v_pools[{i}]", v, shape, dtype)
-            self._pools[i] = structs.Pools(k.data_ptr(), v.data_ptr())
-            # A step reads rows scattered over the pools.
-            self._library.use_large_pages(k)
-            self._library.use_large_pages(v)
-        self._decoder.pool_type = TYPES[dtype]
+        if len(caches) != spec.num_layers:
+            raise ValueError(f"caches: {len(caches)}, expected one per layer, {spec.num_layers}")
+        first = caches[0][0]
+        shape = (first.shape[0], spec.num_kv_heads, spec.head_dim)
+        check("caches[0][0]", first, shape, *FLOATS)
+        for i, cache in enumerate(caches):
+            for j, pool in enumerate(cache):
+                check(f"caches[{i}][{j}]", pool, shape, first.dtype)
+                # A step reads rows scattered over the pools.
+                self._library.use_large_pages(pool)
+            self._pools[i] = structs.Pools(*(pool.data_ptr() for pool in cache))
+        self._decoder.pool_type = TYPES[first.dtype]
         self._pool_slots = shape[0]
-        self._pools_of = (k_pools, v_pools)
+        self._caches = caches
 
     def _layer(self, layer: LayerWeights) -> structs.Layer:
         spec = self._spec

@@ -66,7 +66,7 @@ _store_kv_op = register(
 def store_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
     """Writes k, v [T, HK, D] (strided) to the pools [S, HK, D] at slots [T] int64.
 
-    A negative slot is skipped. Two tokens with one slot (padding on the dummy slot) leave either
+    A negative slot is skipped. Two tokens with one slot (padding on the reserved page) leave either
     of their values there. Grid: (T,). Reference: ops.reference.store_kv.
     """
     _store_kv_op(k, v, k_pool, v_pool, slots)

@@ -9,9 +9,6 @@ KV of a request that lives.
 Sizes are captured from the largest to the smallest and share one memory pool, so the small ones
 use the memory of the largest. They also share one output buffer: an output of its own for every
 size, alive for good, would take 2.6 GB at 152k float32 logits and sizes up to 256.
-
-How a step is recorded is behind `GraphRecorder`: `CudaRecorder` uses torch's CUDA graphs,
-`EagerRecorder` runs the same closure over the same buffers on any device.
 """
 
 from __future__ import annotations
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-    from runtime.execution.forward_batch import ForwardBatch
 
 _WARM_UPS = 2
 
@@ -77,20 +72,6 @@ class CudaRecorder:
         return replay
 
 
-class EagerRecorder:
-    """Runs the step anew each time, into the output of the first: a graph's behaviour, not its
-    speed. For tests and for finding out whether a fault is a graph's."""
-
-    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        for _ in range(_WARM_UPS):
-            output = step()
-
-        def replay() -> Tensor:
-            return output.copy_(step())
-
-        return replay
-
-
 class CudaGraphRunner:
     """The captured decode steps of a model runner (its `DecodeGraphs`).
 
@@ -132,21 +113,23 @@ class CudaGraphRunner:
             self._logits = torch.empty_like(logits)
         return self._logits[:size].copy_(logits)
 
-    def padded_size(self, rows: int) -> int | None:
-        """The smallest captured size that holds a step, None if there is none."""
-        at = bisect.bisect_left(self.sizes, rows)
-        return self.sizes[at] if at < len(self.sizes) else None
+    def holds(self, rows: int) -> bool:
+        """Whether some captured size holds a decode step of so many rows."""
+        return rows <= self.sizes[-1]
 
-    def replay(self, forward: ForwardBatch) -> Tensor | None:
-        """Logits [B, V] float32 of a decode step of B rows, K and V stored.
+    def padded_size(self, rows: int) -> int:
+        """The smallest captured size that holds a step which `holds`."""
+        return self.sizes[bisect.bisect_left(self.sizes, rows)]
 
-        Returns: a view that is valid until the next replay; None where no size holds the step.
+    def replay(self, rows: Tensor, kv_lens: Tensor) -> Tensor:
+        """Logits [B, V] float32 of a decode step of B rows that `holds`, K and V stored.
+
+        Args:
+            rows: [B] int32, request rows. kv_lens: [B] int32, keys of each, the new token included.
+        Returns: a view that is valid until the next replay.
         """
-        rows, kv_lens = forward.attention.rows, forward.attention.kv_lens
         count = rows.shape[0]
         size = self.padded_size(count)
-        if size is None:
-            return None
         self.rows[:count].copy_(rows)
         self.kv_lens[:count].copy_(kv_lens)
         self.rows[count:size].zero_()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ops.op_set import AttentionBatch
+from ops.op_set import AttentionBatch, DecoderStep
 
 if TYPE_CHECKING:
     from array import array
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from runtime.execution.block_table import BlockTable
+    from runtime.execution.kv_pool import TokenToKVPool
     from runtime.execution.staging import Staging
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
@@ -23,38 +24,65 @@ _NO_IDS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """What a step computes, on the device. Valid until the step is done.
+class StepMemory:
+    """What steps leave to one another on the device, for the life of a runner.
 
     Args:
-        input_ids, positions, slots: [T] int64.
-        logit_tokens: [N] int64, indices into the T tokens: those of the sampled rows first, then
-            the tokens whose prompt log-probabilities are asked for.
-        sampled_rows: [S] int64, request rows of the sampled rows, in their order.
-        sample_positions: [S] int64, the number of tokens before the one sampled.
+        next_tokens: [R] int64, the newest token of each request row: the sampler writes it, the
+            next step's decode rows read it, and the host waits for neither.
     """
 
-    input_ids: Tensor
+    block_table: BlockTable
+    pool: TokenToKVPool
+    next_tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The rows of a step that get a token.
+
+    Args:
+        rows: [S] int64, request rows, in the order of the batch.
+        positions: [S] int64, the number of tokens before the one sampled.
+    """
+
+    rows: Tensor
     positions: Tensor
-    slots: Tensor
-    attention: AttentionBatch
-    logit_tokens: Tensor
-    sampled_rows: Tensor
-    sample_positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """A step for the decoder and the sampler, on the device. Valid until the step is done.
+
+    Args:
+        step: its `logit_tokens` are those of the sampled rows first, then the tokens whose prompt
+            log-probabilities are asked for.
+    """
+
+    step: DecoderStep
+    sampled: SampledRows
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayBatch:
+    """A decode step for a captured graph and the sampler: what the graph reads, no more.
+
+    Args:
+        rows: [B] int32, request rows. kv_lens: [B] int32, keys of each, the new token included.
+    """
+
+    rows: Tensor
+    kv_lens: Tensor
+    sampled: SampledRows
 
 
 def make_forward_batch(
-    batch: ScheduleBatch,
-    prompt_tokens: np.ndarray,
-    staging: Staging,
-    table: BlockTable,
-    next_tokens: Tensor,
+    batch: ScheduleBatch, prompt_tokens: np.ndarray, staging: Staging, memory: StepMemory
 ) -> ForwardBatch:
-    """The device tensors of a step, after writing the step's entries of the request table.
+    """The device tensors of a step, after writing the step's entries of the block table.
 
     Args:
         prompt_tokens: indices of the tokens that need logits beside the sampled ones.
-        next_tokens: [R] int64, the newest token of each request row: the decode rows' input.
     """
     rows, starts, lengths = _view(batch.rows), _view(batch.prefix_lens), _view(batch.extend_lens)
     indptr = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -75,51 +103,53 @@ def make_forward_batch(
             logit_tokens,
             rows[sampled],
             _view(batch.sample_positions),
-            _view(batch.table_rows),
-            _view(batch.table_indices),
-            _view(batch.table_pages),
+            *_table_entries(batch),
         )
     )
-    rows_d, indptr_d, kv_lens_d, token_rows, positions_d, ids, logits_at, sampled_rows = on_device[
-        :8
-    ]
-    sample_positions, *table_entries = on_device[8:]
+    rows_d, indptr_d, kv_lens_d, token_rows, positions_d, ids, logits_at, *others = on_device
+    sampled_rows, sample_positions, *table_entries = others
+    table = memory.block_table
     if len(batch.table_rows):
         table.write(*table_entries)
     positions_d = positions_d.long()
     decode_rows = rows_d[batch.num_prefill :].long()
+    newest = memory.next_tokens.index_select(0, decode_rows)
     return ForwardBatch(
-        input_ids=torch.cat((ids.long(), next_tokens.index_select(0, decode_rows))),
-        positions=positions_d,
-        slots=table.slots(token_rows, positions_d),
-        attention=AttentionBatch(
-            block_table=table.table,
-            rows=rows_d,
-            qo_indptr=indptr_d,
-            kv_lens=kv_lens_d,
-            page_size=table.page_size,
-            max_q_len=int(lengths.max()),
-            max_kv_len=int(kv_lens.max()),
+        step=DecoderStep(
+            input_ids=torch.cat((ids.long(), newest)),
+            positions=positions_d,
+            slots=table.slots(token_rows, positions_d),
+            attention=AttentionBatch(
+                block_table=table.pages,
+                rows=rows_d,
+                qo_indptr=indptr_d,
+                kv_lens=kv_lens_d,
+                page_size=table.page_size,
+                max_q_len=int(lengths.max()),
+                max_kv_len=int(kv_lens.max()),
+            ),
+            logit_tokens=logits_at.long(),
+            caches=memory.pool.caches,
         ),
-        logit_tokens=logits_at.long(),
-        sampled_rows=sampled_rows.long(),
-        sample_positions=sample_positions.long(),
+        sampled=SampledRows(sampled_rows.long(), sample_positions.long()),
     )
 
 
 def host_forward_batch(
-    batch: ScheduleBatch, prompt_tokens: np.ndarray, table: BlockTable, next_tokens: Tensor
+    batch: ScheduleBatch, prompt_tokens: np.ndarray, memory: StepMemory
 ) -> ForwardBatch:
     """`make_forward_batch` where the device's memory is the host's: in numpy, whose calls cost a
     fraction of torch's. A decode step of a small model has nothing to hide them behind."""
     rows, starts, lengths = _view(batch.rows), _view(batch.prefix_lens), _view(batch.extend_lens)
+    table = memory.block_table
     sampled, page_size = _view(batch.sampled), table.page_size
     indptr = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=indptr[1:])
     kv_lens = starts + lengths
-    pages, newest = table.table.numpy(), next_tokens.numpy()
+    pages, newest = table.pages.numpy(), memory.next_tokens.numpy()
     if len(batch.table_rows):
-        pages[_view(batch.table_rows), _view(batch.table_indices)] = _view(batch.table_pages)
+        row, index, page = _table_entries(batch)
+        pages[row, index] = page
     positions = np.arange(indptr[-1], dtype=np.int64)
     positions += np.repeat(starts - indptr[:-1], lengths)
     slots = pages[np.repeat(rows, lengths), positions // page_size].astype(np.int64)
@@ -129,31 +159,44 @@ def host_forward_batch(
     logit_tokens = np.concatenate((indptr[1:][sampled] - 1, prompt_tokens))
     as_tensor = torch.from_numpy
     return ForwardBatch(
-        input_ids=as_tensor(input_ids.astype(np.int64, copy=False)),
-        positions=as_tensor(positions),
-        slots=as_tensor(slots),
-        attention=AttentionBatch(
-            block_table=table.table,
-            rows=as_tensor(rows.copy()),  # the batch's own arrays are read-only
-            qo_indptr=as_tensor(indptr),
-            kv_lens=as_tensor(kv_lens),
-            page_size=page_size,
-            max_q_len=int(lengths.max()),
-            max_kv_len=int(kv_lens.max()),
+        step=DecoderStep(
+            input_ids=as_tensor(input_ids.astype(np.int64, copy=False)),
+            positions=as_tensor(positions),
+            slots=as_tensor(slots),
+            attention=AttentionBatch(
+                block_table=table.pages,
+                rows=as_tensor(rows.copy()),  # the batch's own arrays are read-only
+                qo_indptr=as_tensor(indptr),
+                kv_lens=as_tensor(kv_lens),
+                page_size=page_size,
+                max_q_len=int(lengths.max()),
+                max_kv_len=int(kv_lens.max()),
+            ),
+            logit_tokens=as_tensor(logit_tokens.astype(np.int64)),
+            caches=memory.pool.caches,
         ),
-        logit_tokens=as_tensor(logit_tokens.astype(np.int64)),
-        sampled_rows=as_tensor(rows[sampled].astype(np.int64)),
-        sample_positions=as_tensor(_view(batch.sample_positions).astype(np.int64)),
+        sampled=SampledRows(
+            rows=as_tensor(rows[sampled].astype(np.int64)),
+            positions=as_tensor(_view(batch.sample_positions).astype(np.int64)),
+        ),
     )
 
 
-def decode_forward_batch(
-    rows: Tensor,
-    kv_lens: Tensor,
-    table: BlockTable,
-    next_tokens: Tensor,
-    max_kv_len: int,
-) -> ForwardBatch:
+def make_replay_batch(batch: ScheduleBatch, staging: Staging, memory: StepMemory) -> ReplayBatch:
+    """The device tensors of a decode step, after writing its entries of the block table.
+
+    Every row of a decode step is sampled, at the position behind its keys.
+    """
+    kv_lens = _view(batch.prefix_lens) + 1
+    rows_d, kv_lens_d, *table_entries = staging.upload(
+        (_view(batch.rows), kv_lens, *_table_entries(batch))
+    )
+    if len(batch.table_rows):
+        memory.block_table.write(*table_entries)
+    return ReplayBatch(rows_d, kv_lens_d, SampledRows(rows_d.long(), kv_lens_d.long()))
+
+
+def decode_step(rows: Tensor, kv_lens: Tensor, memory: StepMemory, max_kv_len: int) -> DecoderStep:
     """A decode step whose every row is sampled, from device tensors alone.
 
     No value is read by the host, so a CUDA graph can capture it with static rows and kv_lens; a
@@ -163,16 +206,15 @@ def decode_forward_batch(
         rows: [B] int32, request rows. kv_lens: [B] int32, keys of each, the new token included.
         max_kv_len: an upper bound of kv_lens.
     """
-    count = rows.shape[0]
-    long_rows = rows.long()
+    count, table = rows.shape[0], memory.block_table
     positions = kv_lens.long() - 1
     indptr = torch.arange(count + 1, dtype=torch.int32, device=rows.device)
-    return ForwardBatch(
-        input_ids=next_tokens.index_select(0, long_rows),
+    return DecoderStep(
+        input_ids=memory.next_tokens.index_select(0, rows.long()),
         positions=positions,
         slots=table.slots(rows, positions),
         attention=AttentionBatch(
-            block_table=table.table,
+            block_table=table.pages,
             rows=rows,
             qo_indptr=indptr,
             kv_lens=kv_lens,
@@ -181,8 +223,7 @@ def decode_forward_batch(
             max_kv_len=max_kv_len,
         ),
         logit_tokens=indptr[:count].long(),
-        sampled_rows=long_rows,
-        sample_positions=positions + 1,
+        caches=memory.pool.caches,
     )
 
 
@@ -205,6 +246,11 @@ def prompt_token_indices(batch: ScheduleBatch) -> tuple[np.ndarray, list[tuple[i
             counts.append((row, count))
         first += batch.extend_lens[row]
     return (np.concatenate(parts) if parts else _NO_IDS), counts
+
+
+def _table_entries(batch: ScheduleBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, index, page) of the block table's new entries, [n] each."""
+    return _view(batch.table_rows), _view(batch.table_indices), _view(batch.table_pages)
 
 
 def _view(values: array[int]) -> np.ndarray:

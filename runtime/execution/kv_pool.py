@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TokenToKVPool:
-    """K and V of every slot, one pair of tensors [S, HK, D] per layer.
+    """K and V of every slot, a pair of tensors [S, HK, D] in `caches` for each layer.
 
     The first page is reserved: padding reads and writes it, no request owns it.
     """
@@ -24,11 +24,14 @@ class TokenToKVPool:
         shape = (slots, spec.num_kv_heads, spec.head_dim)
         # Zeros, not empty: what padding reads is finite. On a CPU the pages of the memory are
         # taken when first written, so a large pool costs nothing until it is used.
-        self.k: list[Tensor] = []
-        self.v: list[Tensor] = []
-        for _ in range(spec.num_layers):
-            self.k.append(torch.zeros(shape, device=device, dtype=dtype))
-            self.v.append(torch.zeros(shape, device=device, dtype=dtype))
+        self.caches: list[tuple[Tensor, ...]] = [
+            tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+            for _ in range(spec.num_layers)
+        ]
+
+    def tensors(self) -> list[Tensor]:
+        """All memory of the pool, each tensor's first dimension being slots."""
+        return [tensor for cache in self.caches for tensor in cache]
 
 
 def bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""Runs a scheduler's steps on a device: owns weights, KV pool, request table and sampler."""
+"""Runs a scheduler's steps on a device: owns weights, KV pool, block table and sampler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from runtime.execution.block_table import BlockTable
 from runtime.execution.forward_batch import (
     ForwardBatch,
-    decode_forward_batch,
+    StepMemory,
+    decode_step,
     host_forward_batch,
     make_forward_batch,
+    make_replay_batch,
     prompt_token_indices,
 )
 from runtime.execution.kv_pool import TokenToKVPool
@@ -26,8 +28,8 @@ from runtime.runner import RunnerInfo, StepOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ops.op_set import AttentionBatch
     from runtime.execution.device import Device
+    from runtime.execution.forward_batch import SampledRows
     from runtime.models.decoder import Decoder
     from runtime.runner import SampleMasks
     from runtime.scheduling.schedule_batch import ScheduleBatch
@@ -45,9 +47,14 @@ _NOTHING_LEFT = (
 class DecodeGraphs(Protocol):
     """Captured decode steps."""
 
-    def replay(self, forward: ForwardBatch) -> Tensor | None:
-        """Logits [B, V] float32 of a decode step (valid until the next replay), K and V stored;
-        None where no captured size holds the step."""
+    def holds(self, rows: int) -> bool:
+        """Whether some captured size holds a decode step of so many rows."""
+        ...
+
+    def replay(self, rows: Tensor, kv_lens: Tensor) -> Tensor:
+        """Logits [B, V] float32 of a decode step that `holds` (valid until the next replay), K and
+        V stored. rows: [B] int32, request rows. kv_lens: [B] int32, the new token included."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +73,7 @@ class RunnerSizes:
 
 
 class ModelRunner:
-    """A `runtime.runner.Runner` that computes.
-
-    `next_tokens` [rows + 1] int64 holds the newest token of each request row: the sampler writes
-    it, the next step's decode rows read it, and the host waits for neither.
-    """
+    """A `runtime.runner.Runner` that computes."""
 
     def __init__(
         self,
@@ -86,11 +89,11 @@ class ModelRunner:
         self.sizes = sizes
         self.graphs = graphs
         where = device.torch_device
-        self.pool = TokenToKVPool(
-            decoder.spec, sizes.total_tokens, device=where, dtype=device.dtype
+        self.memory = StepMemory(
+            BlockTable(sizes.rows, sizes.context_length, sizes.page_size, where),
+            TokenToKVPool(decoder.spec, sizes.total_tokens, device=where, dtype=device.dtype),
+            torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where),
         )
-        self.table = BlockTable(sizes.rows, sizes.context_length, sizes.page_size, where)
-        self.next_tokens = torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where)
         self.sampler = Sampler(device, sizes.rows + 1, decoder.spec.vocab_size, eos_token_ids)
         self.staging = Staging(device)
         self.info = RunnerInfo(
@@ -116,48 +119,23 @@ class ModelRunner:
     def decode_logits(self, rows: Tensor, kv_lens: Tensor, max_kv_len: int) -> Tensor:
         """Logits [B, V] of a decode step given by device tensors alone: what a graph captures.
 
-        Args: see `decode_forward_batch`.
+        Args: see `decode_step`.
         """
-        forward = decode_forward_batch(rows, kv_lens, self.table, self.next_tokens, max_kv_len)
-        return self.run_decoder(forward)
+        return self.decoder(decode_step(rows, kv_lens, self.memory, max_kv_len))
 
-    def run_decoder(self, forward: ForwardBatch) -> Tensor:
-        """Logits [N, V] float32 of `forward.logit_tokens`; stores K and V of all tokens."""
-        return self.decoder(*self._decoder_arguments(forward))
-
-    def run_decoder_to_hidden(self, forward: ForwardBatch) -> Tensor:
-        """The same up to what `Decoder.logits` takes, [N, H]: for more logits than fit at once."""
-        return self.decoder.hidden(*self._decoder_arguments(forward))
-
-    def _decoder_arguments(
-        self, forward: ForwardBatch
-    ) -> tuple[Tensor, Tensor, Tensor, AttentionBatch, list[Tensor], list[Tensor], Tensor]:
-        return (
-            forward.input_ids,
-            forward.positions,
-            forward.slots,
-            forward.attention,
-            self.pool.k,
-            self.pool.v,
-            forward.logit_tokens,
-        )
-
-    def take_tokens(self, forward: ForwardBatch, token_ids: Tensor) -> None:
+    def take_tokens(self, sampled: SampledRows, token_ids: Tensor) -> None:
         """Notes the sampled tokens [S] as the newest of their rows; a failed row (-1) gets 0, a
         token like any other, since its next step may be launched before its end is known."""
-        self.next_tokens.index_copy_(0, forward.sampled_rows, token_ids.clamp(min=0))
+        self.memory.next_tokens.index_copy_(0, sampled.rows, token_ids.clamp(min=0))
 
 
 class ModelStep:
-    """One step of a `ModelRunner`, in three parts: forward, sample, output.
-
-    It keeps every tensor of the step alive until `output` is done.
-    """
+    """One step of a `ModelRunner`, in three parts: forward, sample, output."""
 
     def __init__(self, runner: ModelRunner, batch: ScheduleBatch) -> None:
         self._runner = runner
         self._batch = batch
-        self._forward: ForwardBatch
+        self._sampled_rows: SampledRows
         self._logits: Tensor
         self._prompt_counts: list[tuple[int, int]] = []
         self._prompt: LogprobTensors | None = None
@@ -166,44 +144,46 @@ class ModelStep:
 
     def forward(self) -> None:
         """Runs or queues the model, up to the logits."""
-        runner, batch = self._runner, self._batch
-        prompt_tokens, self._prompt_counts = prompt_token_indices(batch)
         self._fences[0].record()
-        if runner.device.queued:
-            self._forward = make_forward_batch(
-                batch, prompt_tokens, runner.staging, runner.table, runner.next_tokens
-            )
-        else:
-            self._forward = host_forward_batch(
-                batch, prompt_tokens, runner.table, runner.next_tokens
-            )
-        runner.sampler.take_over(batch)
-        if len(prompt_tokens):
-            self._logits = self._with_prompt_logprobs(len(prompt_tokens))
-        else:
-            self._logits = self._plain_logits()
+        self._logits = self._replayed_logits() if self._may_replay() else self._eager_logits()
         self._fences[1].record()
 
-    def _plain_logits(self) -> Tensor:
-        runner = self._runner
-        if runner.graphs is not None and not self._batch.num_prefill:
-            logits = runner.graphs.replay(self._forward)
-            if logits is not None:
-                return logits
-        return runner.run_decoder(self._forward)
+    def _may_replay(self) -> bool:
+        graphs, batch = self._runner.graphs, self._batch
+        return graphs is not None and not batch.num_prefill and graphs.holds(len(batch.rows))
 
-    def _with_prompt_logprobs(self, count: int) -> Tensor:
-        """The sampled rows' logits; the `count` others become log-probabilities, in slices."""
+    def _replayed_logits(self) -> Tensor:
         runner = self._runner
+        assert runner.graphs is not None
+        replayed = make_replay_batch(self._batch, runner.staging, runner.memory)
+        self._sampled_rows = replayed.sampled
+        return runner.graphs.replay(replayed.rows, replayed.kv_lens)
+
+    def _eager_logits(self) -> Tensor:
+        runner, batch = self._runner, self._batch
+        prompt_tokens, self._prompt_counts = prompt_token_indices(batch)
+        if runner.device.queued:
+            forward = make_forward_batch(batch, prompt_tokens, runner.staging, runner.memory)
+        else:
+            forward = host_forward_batch(batch, prompt_tokens, runner.memory)
+        self._sampled_rows = forward.sampled
+        runner.sampler.take_over(batch)
+        if len(prompt_tokens):
+            return self._with_prompt_logprobs(forward, len(prompt_tokens))
+        return runner.decoder(forward.step)
+
+    def _with_prompt_logprobs(self, forward: ForwardBatch, count: int) -> Tensor:
+        """The sampled rows' logits; the `count` others become log-probabilities, in slices."""
+        decoder = self._runner.decoder
         sampled = len(self._batch.sampled)
-        if runner.decoder.compiled is not None and count <= _COMPILED_PROMPT_ROWS:
-            rows = runner.run_decoder(self._forward)
+        if decoder.compiled is not None and count <= _COMPILED_PROMPT_ROWS:
+            rows = decoder(forward.step)
             logits = rows[:sampled]
             slices = iter(rows[sampled:].split(_PROMPT_SLICE))
         else:
-            hidden = runner.run_decoder_to_hidden(self._forward)
-            logits = runner.decoder.logits(hidden[:sampled])
-            slices = map(runner.decoder.logits, hidden[sampled:].split(_PROMPT_SLICE))
+            hidden = decoder.hidden(forward.step)
+            logits = decoder.logits(hidden[:sampled])
+            slices = map(decoder.logits, hidden[sampled:].split(_PROMPT_SLICE))
         following = self._following_tokens().split(_PROMPT_SLICE)
         top = max(self._wanted(row) for row, _ in self._prompt_counts)
         self._prompt = concatenate(
@@ -227,8 +207,9 @@ class ModelStep:
         runner = self._runner
         self._fences[2].record()
         if len(self._batch.sampled):
-            self._sampled = runner.sampler.sample(self._batch, self._forward, self._logits, masks)
-            runner.take_tokens(self._forward, self._sampled.token_ids)
+            rows = self._sampled_rows
+            self._sampled = runner.sampler.sample(self._batch, rows, self._logits, masks)
+            runner.take_tokens(rows, self._sampled.token_ids)
             self._sampled.to_host(runner.device)
         if self._prompt is not None:
             self._prompt = self._prompt.to_host(runner.device)

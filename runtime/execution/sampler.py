@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from runtime.execution.device import Device
-    from runtime.execution.forward_batch import ForwardBatch
+    from runtime.execution.forward_batch import SampledRows
     from runtime.runner import SampleMasks
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
@@ -64,7 +64,7 @@ class Sampler:
     def sample(
         self,
         batch: ScheduleBatch,
-        forward: ForwardBatch,
+        sampled: SampledRows,
         logits: Tensor,
         masks: SampleMasks | None,
     ) -> Sampled:
@@ -74,7 +74,7 @@ class Sampler:
         ]
         row_flags = self.state.flags[rows]
         flags = int(np.bitwise_or.reduce(row_flags))
-        tensors = self.state.gather(forward.sampled_rows, forward.sample_positions, flags)
+        tensors = self.state.gather(sampled.rows, sampled.positions, flags)
         if flags & BIAS:
             tensors.bias = self._bias(rows)
         if flags & MIN_TOKENS:

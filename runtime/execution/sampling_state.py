@@ -33,7 +33,7 @@ class SamplingState:
     def __init__(
         self, device: Device, rows: int, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> None:
-        """rows: of the request table, the reserved row 0 included."""
+        """rows: of the block table, the reserved row 0 included."""
         self._device = device
         self._vocab_size = vocab_size
         self._eos = eos_token_ids

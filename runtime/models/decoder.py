@@ -10,7 +10,7 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ops.op_set import AttentionBatch, DecoderSpec, DecoderWeights, LayerWeights, OpSet
+    from ops.op_set import DecoderSpec, DecoderStep, DecoderWeights, LayerWeights, OpSet
 
 
 class Decoder:
@@ -27,44 +27,21 @@ class Decoder:
             spec.num_kv_heads * spec.head_dim,
         )
 
-    def __call__(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        batch: AttentionBatch,
-        k_pools: list[Tensor],
-        v_pools: list[Tensor],
-        logit_tokens: Tensor,
-    ) -> Tensor:
-        """Logits of some of a step's tokens, after storing K and V of all of them.
-
-        Shapes: input_ids, positions, slots [T] int64; pools one [S, HK, D] per layer;
-        logit_tokens [N] int64, indices into the T tokens. Returns [N, V] float32.
-        """
-        arguments = (input_ids, positions, slots, batch, k_pools, v_pools, logit_tokens)
+    def __call__(self, step: DecoderStep) -> Tensor:
+        """Logits [N, V] float32 of `step.logit_tokens`, after storing K and V of all tokens."""
         if self.compiled is not None:
-            return self.compiled(*arguments)
-        return self.logits(self.hidden(*arguments))
+            return self.compiled(step)
+        return self.logits(self.hidden(step))
 
-    def hidden(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        batch: AttentionBatch,
-        k_pools: list[Tensor],
-        v_pools: list[Tensor],
-        logit_tokens: Tensor,
-    ) -> Tensor:
+    def hidden(self, step: DecoderStep) -> Tensor:
         """What `logits` takes, [N, H]: the normed output of the last layer. See `__call__`."""
         spec, weights, ops = self.spec, self.weights, self.ops
-        residual = F.embedding(input_ids, weights.embedding)
+        residual = F.embedding(step.input_ids, weights.embedding)
         if spec.embed_scale != 1.0:
             residual = residual * spec.embed_scale
         x = ops.rms_norm(residual, weights.layers[0].input_norm, spec.rms_eps)
         for i, layer in enumerate(weights.layers):
-            x = self._attention(x, positions, slots, batch, k_pools[i], v_pools[i], layer)
+            x = self._attention(x, step, step.caches[i], layer)
             x = self._branch(x, layer.attention_out_norm)
             x = ops.add_rms_norm(x, residual, layer.post_attention_norm, spec.rms_eps)
             x = self._branch(self._mlp(x, layer), layer.mlp_out_norm)
@@ -72,10 +49,10 @@ class Decoder:
                 following = weights.layers[i + 1].input_norm
                 x = ops.add_rms_norm(x, residual, following, spec.rms_eps)
         assert weights.final_norm is not None
-        if not logit_tokens.shape[0]:  # a step of middle chunks only
+        if not step.logit_tokens.shape[0]:  # a step of middle chunks only
             return x[:0]
-        residual = residual.index_select(0, logit_tokens)
-        x = x.index_select(0, logit_tokens)
+        residual = residual.index_select(0, step.logit_tokens)
+        x = x.index_select(0, step.logit_tokens)
         return ops.add_rms_norm(x, residual, weights.final_norm, spec.rms_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -91,14 +68,7 @@ class Decoder:
         return logits
 
     def _attention(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        batch: AttentionBatch,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        layer: LayerWeights,
+        self, x: Tensor, step: DecoderStep, cache: tuple[Tensor, ...], layer: LayerWeights
     ) -> Tensor:
         spec, ops = self.spec, self.ops
         heads = (-1, spec.head_dim)
@@ -108,10 +78,11 @@ class Decoder:
             q = ops.rms_norm(q, layer.q_norm, spec.rms_eps)
             k = ops.rms_norm(k, layer.k_norm, spec.rms_eps)
         if layer.rope is not None:
-            ops.rotary(q, k, positions, layer.rope, interleaved=spec.rope_interleaved)
-        ops.store_kv(k, flat_v.unflatten(-1, heads), k_pool, v_pool, slots)
-        attend = ops.decode_attention if batch.max_q_len == 1 else ops.extend_attention
-        out = attend(q, k_pool, v_pool, batch, layer.attention)
+            ops.rotary(q, k, step.positions, layer.rope, interleaved=spec.rope_interleaved)
+        k_pool, v_pool = cache
+        ops.store_kv(k, flat_v.unflatten(-1, heads), k_pool, v_pool, step.slots)
+        attend = ops.decode_attention if step.attention.max_q_len == 1 else ops.extend_attention
+        out = attend(q, k_pool, v_pool, step.attention, layer.attention)
         return ops.linear(out.flatten(1), layer.o)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:

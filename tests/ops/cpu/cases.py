@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ops.op_set import AttentionBatch, AttentionSpec, DecoderSpec, DecoderWeights, LayerWeights
+from ops.op_set import (
+    AttentionBatch,
+    AttentionSpec,
+    DecoderSpec,
+    DecoderStep,
+    DecoderWeights,
+    LayerWeights,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,13 +166,26 @@ def tiny_weights(
     return weights
 
 
-def empty_pools(
-    spec: DecoderSpec, slots: int, dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
+def empty_caches(spec: DecoderSpec, slots: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
     """Pools full of NaN: what is read without having been written shows."""
     shape = (slots, spec.num_kv_heads, spec.head_dim)
-    k, v = (
-        [torch.full(shape, float("nan"), dtype=dtype) for _ in range(spec.num_layers)]
-        for _ in range(2)
+    return [
+        tuple(torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+        for _ in range(spec.num_layers)
+    ]
+
+
+def prefill_step(
+    spec: DecoderSpec, rows: list[tuple[int, int]], dtype: torch.dtype, seed: int = 0
+) -> DecoderStep:
+    """A step of rows (kv_len, new tokens) with random ids, logits of every token, empty caches."""
+    batch, positions, slots, size = paged_batch(rows, 16)
+    tokens = positions.shape[0]
+    return DecoderStep(
+        input_ids=torch.randint(0, spec.vocab_size, (tokens,), generator=generator(seed)),
+        positions=positions,
+        slots=slots,
+        attention=batch,
+        logit_tokens=torch.arange(tokens),
+        caches=empty_caches(spec, size, dtype),
     )
-    return k, v

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ops.op_set import AttentionBatch
+from ops.op_set import AttentionBatch, DecoderStep
 from ops.reference import ReferenceOps
 from runtime.models.decoder import Decoder
 from tests.ops.cpu.cases import (
@@ -16,9 +16,10 @@ from tests.ops.cpu.cases import (
     DTYPES,
     TINY,
     VARIANTS,
-    empty_pools,
+    empty_caches,
     generator,
     paged_batch,
+    prefill_step,
     tiny_spec,
     tiny_weights,
 )
@@ -50,18 +51,15 @@ def compiled(
 def test_logits_equal_the_reference(
     native: NativeOps, variant: str, extras: bool, dtype: torch.dtype
 ) -> None:
-    """Prefill of three rows, then one decode step; every token's logits. bfloat16 is compared with
+    """Prefill of three rows; every token's logits. bfloat16 is compared with
     the same weights in float32: between the layers the native step rounds nothing."""
     spec = tiny_spec(variant)
     decoder = compiled(native, spec, dtype, sinks=extras, bias=extras)
     weights = tiny_weights(ReferenceOps(), spec, dtype, sinks=extras, bias=extras)
     exact = Decoder(spec, widened(weights), ReferenceOps())
-    batch, positions, slots, size = paged_batch(ROWS, 16)
-    step = (torch.cat([prompt(i, n) for i, (n, _) in enumerate(ROWS)]), positions, slots, batch)
-    got_pools, want_pools = empty_pools(spec, size, dtype), empty_pools(spec, size, torch.float32)
-    every = torch.arange(positions.shape[0])
-    got = decoder(*step, *got_pools, every)
-    want = exact(*step, *want_pools, every)
+    step = prefill_step(spec, ROWS, dtype)
+    got = decoder(step)
+    want = exact(prefill_step(spec, ROWS, torch.float32))
     # Scores and weights in bfloat16 (8 bits) through two layers; the logits are around 1.
     tolerance = 2e-5 if dtype == torch.float32 else 0.05
     assert float((got - want).abs().max()) <= tolerance * float(want.abs().max())
@@ -96,7 +94,7 @@ def run_in_chunks(
     """Every token's logits of some of `ROWS`, computed together, at most `chunk` tokens of a row
     in a step; what comes before a chunk is read from the pool, like a cached prefix."""
     batch, _, _, size = paged_batch(ROWS, 16)
-    pools = empty_pools(TINY, size, dtype)
+    caches = empty_caches(TINY, size, dtype)
     logits: list[list[Tensor]] = [[] for _ in rows]
     for begin in range(0, max(ROWS[row][0] for row in rows), chunk):
         part = [(row, min(ROWS[row][0], begin + chunk)) for row in rows if ROWS[row][0] > begin]
@@ -106,7 +104,7 @@ def run_in_chunks(
             [torch.full((n,), row + 1) for (row, _), n in zip(part, news, strict=True)]
         )
         slots = batch.block_table[of_token, positions // 16].long() * 16 + positions % 16
-        step = AttentionBatch(
+        attention = AttentionBatch(
             block_table=batch.block_table,
             rows=torch.tensor([row + 1 for row, _ in part], dtype=torch.int32),
             qo_indptr=torch.tensor([0, *news]).cumsum(0).int(),
@@ -116,7 +114,8 @@ def run_in_chunks(
             max_kv_len=max(end for _, end in part),
         )
         ids = torch.cat([prompt(row, ROWS[row][0])[begin:end] for row, end in part])
-        out = decoder(ids, positions, slots, step, *pools, torch.arange(len(ids)))
+        step = DecoderStep(ids, positions, slots, attention, torch.arange(len(ids)), caches)
+        out = decoder(step)
         for (row, _), piece in zip(part, out.split(news), strict=True):
             logits[rows.index(row)].append(piece)
     return [torch.cat(pieces) for pieces in logits]
@@ -138,46 +137,40 @@ def test_a_token_depends_on_its_sequence_alone_to_the_bit(
 
 def test_logits_of_some_tokens_are_those_of_all(native: NativeOps) -> None:
     decoder = compiled(native, TINY, torch.bfloat16)
-    batch, positions, slots, size = paged_batch(ROWS, 16)
-    ids = torch.cat([prompt(i, n) for i, (n, _) in enumerate(ROWS)])
-    step = (ids, positions, slots, batch, *empty_pools(TINY, size, torch.bfloat16))
-    every = decoder(*step, torch.arange(len(ids)))
+    step = prefill_step(TINY, ROWS, torch.bfloat16)
+    every = decoder(step)
     picked = torch.tensor([107, 3, 3, 69, 0])
-    assert torch.equal(decoder(*step, picked), every[picked])
+    assert torch.equal(decoder(replace(step, logit_tokens=picked)), every[picked])
 
 
 def test_a_step_without_logits_still_stores_keys_and_values(native: NativeOps) -> None:
     decoder = compiled(native, TINY, torch.float32)
-    batch, positions, slots, size = paged_batch(ROWS, 16)
-    ids = torch.cat([prompt(i, n) for i, (n, _) in enumerate(ROWS)])
-    filled, other = (empty_pools(TINY, size, torch.float32) for _ in range(2))
-    decoder(ids, positions, slots, batch, *filled, torch.tensor([5]))
-    assert decoder(ids, positions, slots, batch, *other, torch.empty(0).long()).shape == (0, 101)
-    for a, b in zip(filled[0] + filled[1], other[0] + other[1], strict=True):
-        assert torch.equal(a[slots], b[slots])
+    filled, other = (prefill_step(TINY, ROWS, torch.float32) for _ in range(2))
+    decoder(replace(filled, logit_tokens=torch.tensor([5])))
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert decoder(replace(other, logit_tokens=nothing)).shape == (0, 101)
+    for ours, theirs in zip(filled.caches, other.caches, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a[filled.slots], b[filled.slots])
 
 
 def test_negative_slots_are_not_stored(native: NativeOps) -> None:
     decoder = compiled(native, TINY, torch.float32)
-    batch, positions, slots, size = paged_batch([(20, 20)], 16)
-    pools = empty_pools(TINY, size, torch.float32)
-    written = slots.clone()
+    step = prefill_step(TINY, [(20, 20)], torch.float32)
+    written = step.slots.clone()
     written[[4, 19]] = -1
-    decoder(prompt(0, 20), positions, written, batch, *pools, torch.empty(0).long())
-    untouched = pools[0][0].isnan().all(-1).all(-1)
-    expected = torch.ones(size, dtype=torch.bool)
+    decoder(replace(step, slots=written, logit_tokens=torch.empty(0, dtype=torch.int64)))
+    keys = step.caches[0][0]
+    expected = torch.ones(keys.shape[0], dtype=torch.bool)
     expected[written[written >= 0]] = False
-    assert torch.equal(untouched, expected)
+    assert torch.equal(keys.isnan().all(-1).all(-1), expected)
 
 
 def test_quantized_logits_stay_near(native: NativeOps) -> None:
-    batch, positions, slots, size = paged_batch(ROWS, 16)
-    ids = torch.cat([prompt(i, n) for i, (n, _) in enumerate(ROWS)])
     logits = {}
     for quantization in (None, "int8", "int4"):
         decoder = compiled(native, TINY, torch.float32, quantization=quantization)  # type: ignore[arg-type]
-        pools = empty_pools(TINY, size, torch.float32)
-        logits[quantization] = decoder(ids, positions, slots, batch, *pools, torch.arange(len(ids)))
+        logits[quantization] = decoder(prefill_step(TINY, ROWS, torch.float32))
     size_of = logits[None].norm()
     assert (logits["int8"] - logits[None]).norm() <= 0.05 * size_of
     assert (logits["int4"] - logits[None]).norm() <= 0.4 * size_of
@@ -197,10 +190,7 @@ def test_float16_runs_op_by_op_on_torch(best: NativeOps) -> None:
     exact = Decoder(
         TINY, widened(tiny_weights(ReferenceOps(), TINY, torch.float16)), ReferenceOps()
     )
-    batch, positions, slots, size = paged_batch(ROWS, 16)
-    ids = torch.cat([prompt(i, n) for i, (n, _) in enumerate(ROWS)])
-    step = (ids, positions, slots, batch)
     last = torch.tensor([69, 102, 107])
-    got = decoder(*step, *empty_pools(TINY, size, torch.float16), last)
-    want = exact(*step, *empty_pools(TINY, size, torch.float32), last)
+    got = decoder(replace(prefill_step(TINY, ROWS, torch.float16), logit_tokens=last))
+    want = exact(replace(prefill_step(TINY, ROWS, torch.float32), logit_tokens=last))
     assert float((got - want).abs().max()) <= 0.02 * float(want.abs().max())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ops.op_set import AttentionSpec, SamplingTensors
-from tests.ops.cpu.cases import TINY, empty_pools, paged_batch, tiny_weights
+from tests.ops.cpu.cases import TINY, paged_batch, prefill_step, tiny_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,23 +190,11 @@ DECODER: dict[str, tuple[str, torch.Tensor, type[Exception], str]] = {
 def test_decoder_step(best: NativeOps, case: str) -> None:
     decoder = best.compile(TINY, tiny_weights(best, TINY, torch.float32))
     assert decoder is not None
-    batch, positions, slots, size = paged_batch([(2, 2)], 16)
-    pools = empty_pools(TINY, size, torch.float32)
-    good = {
-        "input_ids": torch.tensor([0, 1]),
-        "positions": positions,
-        "slots": slots,
-        "logit_tokens": torch.tensor([1]),
-    }
+    good = replace(prefill_step(TINY, [(2, 2)], torch.float32), logit_tokens=torch.tensor([1]))
     name, value, error, message = DECODER[case]
-
-    def step(given: dict[str, torch.Tensor]) -> None:
-        first = (given["input_ids"], given["positions"], given["slots"])
-        decoder(*first, batch, *pools, given["logit_tokens"])
-
-    step(good)
+    decoder(good)
     with pytest.raises(error, match=message):
-        step(good | {name: value})
+        decoder(replace(good, **{name: value}))
 
 
 def test_weights_of_another_shape_do_not_compile(best: NativeOps) -> None:
@@ -219,10 +207,9 @@ def test_weights_of_another_shape_do_not_compile(best: NativeOps) -> None:
 def test_pools_of_another_shape_are_refused(best: NativeOps) -> None:
     decoder = best.compile(TINY, tiny_weights(best, TINY, torch.float32))
     assert decoder is not None
-    batch, positions, slots, size = paged_batch([(2, 2)], 16)
-    k, v = empty_pools(TINY, size, torch.float32)
-    step = (torch.tensor([0, 1]), positions, slots, batch)
+    step = prefill_step(TINY, [(2, 2)], torch.float32)
+    (k, v), second = step.caches
     with pytest.raises(ValueError, match="one per layer, 2"):
-        decoder(*step, k[:1], v[:1], torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"v_pools\[1\]"):
-        decoder(*step, k, [v[0], v[1][1:]], torch.tensor([1]))
+        decoder(replace(step, caches=[(k, v)]))
+    with pytest.raises(ValueError, match=r"caches\[1\]\[1\]"):
+        decoder(replace(step, caches=[(k, v), (second[0], second[1][1:])]))

@@ -8,9 +8,10 @@ import torch
 from ops.cpu.op_set import CpuOps
 from ops.gpu.op_set import GpuOps
 from runtime.config import SchedulerConfig
-from runtime.execution.cuda_graph_runner import CudaGraphRunner, EagerRecorder
+from runtime.execution.cuda_graph_runner import CudaGraphRunner
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
+from tests.ops.gpu.eager_recorder import EagerRecorder
 from tests.ops.gpu.tiny_decoder import PAGE_SIZE, SPEC, make_device, make_runner
 from tests.runtime.execution.drivers import Run, request, run
 

@@ -159,7 +159,7 @@ def test_a_step_neither_waits_nor_mixes_devices(
     assert isinstance(sampled, FakeTensor)
     assert (sampled.device.type, sampled.dtype) == ("cpu", torch.int64)
     assert sampled.shape == (len(batch.sampled),)
-    assert runner.next_tokens.device.type == "cuda"
+    assert runner.memory.next_tokens.device.type == "cuda"
 
 
 def test_what_a_graph_captures_neither_waits_nor_mixes_devices(runner: ModelRunner) -> None:

@@ -13,10 +13,10 @@ import torch
 
 from ops.cpu.op_set import CpuOps
 from ops.gpu.op_set import GpuOps
-from runtime.execution.cuda_graph_runner import CudaGraphRunner, EagerRecorder, graph_sizes
-from runtime.execution.forward_batch import decode_forward_batch
+from runtime.execution.cuda_graph_runner import CudaGraphRunner, graph_sizes
 from runtime.request import Request, SamplingParams
 from runtime.scheduling.schedule_batch import ScheduleBatch
+from tests.ops.gpu.eager_recorder import EagerRecorder
 from tests.ops.gpu.interpreter import patch_loop_bounds
 from tests.ops.gpu.tiny_decoder import PAGE_SIZE, SPEC, make_device, make_runner
 
@@ -40,14 +40,16 @@ def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     """Eight requests in decode: shuffled pages, random KV, newest tokens known."""
     runner = make_runner(make_device(request.param()), rows=ROWS)
     generator = torch.Generator().manual_seed(3)
-    for pool in (*runner.pool.k, *runner.pool.v):
+    for pool in runner.memory.pool.tensors():
         pool.copy_(torch.randn(pool.shape, generator=generator))
     pages = (torch.randperm(127, generator=generator) + 1).tolist()
     for row, kv_len in enumerate(KV_LENS, start=1):
         count = -(-kv_len // PAGE_SIZE)
-        runner.table.table[row, :count] = torch.tensor(pages[:count])
+        runner.memory.block_table.pages[row, :count] = torch.tensor(pages[:count])
         del pages[:count]
-    runner.next_tokens.copy_(torch.randint(0, SPEC.vocab_size, (ROWS + 1,), generator=generator))
+    runner.memory.next_tokens.copy_(
+        torch.randint(0, SPEC.vocab_size, (ROWS + 1,), generator=generator)
+    )
     yield runner
     runner.close()
 
@@ -66,17 +68,14 @@ def step_inputs(rows: list[int], size: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def replay(graphs: CudaGraphRunner, runner: ModelRunner, rows: list[int]) -> Tensor | None:
-    forward = decode_forward_batch(
-        *step_inputs(rows, len(rows)), runner.table, runner.next_tokens, 256
-    )
+def replay(graphs: CudaGraphRunner, rows: list[int]) -> Tensor:
     with torch.inference_mode():
-        return graphs.replay(forward)
+        return graphs.replay(*step_inputs(rows, len(rows)))
 
 
 def pool_of(runner: ModelRunner) -> Tensor:
     """All K and V, [2 * layers, S, HK, D], a copy."""
-    return torch.stack((*runner.pool.k, *runner.pool.v))
+    return torch.stack(runner.memory.pool.tensors())
 
 
 def test_sizes_are_the_published_ladder() -> None:
@@ -110,8 +109,9 @@ def test_sizes_are_recorded_from_the_largest_down_after_two_warm_ups() -> None:
 def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
     device = torch.device("cpu")
     graphs = CudaGraphRunner(EagerRecorder(), spy_on_decoding([]), [1, 2, 4, 8], 256, device)
-    taken = {rows: graphs.padded_size(rows) for rows in range(1, 10)}
-    assert taken == {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8, 9: None}
+    taken = {rows: graphs.padded_size(rows) for rows in range(1, 9)}
+    assert taken == {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}
+    assert [graphs.holds(rows) for rows in (1, 8, 9)] == [True, True, False]
 
 
 def test_all_sizes_share_one_output_buffer() -> None:
@@ -132,14 +132,12 @@ def test_a_replay_equals_the_eager_step_at_the_padded_size(
     graphs = graphs_of(runner, [4, 8])
     before = pool_of(runner)
     size = graphs.padded_size(len(rows))
-    assert size is not None
     with torch.inference_mode():
         expected = runner.decode_logits(*step_inputs(rows, size), 256)[: len(rows)].clone()
     expected_pool = pool_of(runner)
-    for pool, saved in zip((*runner.pool.k, *runner.pool.v), before, strict=True):
+    for pool, saved in zip(runner.memory.pool.tensors(), before, strict=True):
         pool.copy_(saved)
-    got = replay(graphs, runner, rows)
-    assert got is not None
+    got = replay(graphs, rows)
     assert torch.equal(got, expected)
     assert torch.equal(pool_of(runner)[:, 1:], expected_pool[:, 1:])
     assert not torch.equal(expected_pool, before)
@@ -148,29 +146,27 @@ def test_a_replay_equals_the_eager_step_at_the_padded_size(
 def test_what_padding_holds_changes_nothing(runner: ModelRunner) -> None:
     """Other content of the reserved page, another token of the reserved row, a larger step before."""
     graphs = graphs_of(runner, [8])
-    expected = replay(graphs, runner, [6, 4, 8])
-    assert expected is not None
+    expected = replay(graphs, [6, 4, 8])
     expected = expected.clone()
-    for pool in (*runner.pool.k, *runner.pool.v):
+    for pool in runner.memory.pool.tensors():
         pool[:PAGE_SIZE] = 1e3
-    runner.next_tokens[0] = 17
-    replay(graphs, runner, [1, 2, 3, 5, 7])
-    got = replay(graphs, runner, [6, 4, 8])
-    assert got is not None
+    runner.memory.next_tokens[0] = 17
+    replay(graphs, [1, 2, 3, 5, 7])
+    got = replay(graphs, [6, 4, 8])
     assert torch.equal(got, expected)
 
 
 def test_a_smaller_replay_leaves_the_slots_of_a_larger_one_alone(runner: ModelRunner) -> None:
     """Padded rows that keep their last step's slots overwrite live KV (sglang 24743)."""
     graphs = graphs_of(runner, [8])
-    replay(graphs, runner, list(range(1, 9)))
+    replay(graphs, list(range(1, 9)))
     before = pool_of(runner)
     live = [2, 3, 5, 6, 7]
-    runner.next_tokens += 1  # what the five rows write differs from what stands there
-    replay(graphs, runner, live)
+    runner.memory.next_tokens.add_(1)  # what the five rows write differs from what stands there
+    replay(graphs, live)
     changed = (pool_of(runner) != before).any(-1).any(-1).any(0).nonzero().flatten().tolist()
     rows, kv_lens = step_inputs(live, len(live))
-    written = runner.table.slots(rows, kv_lens.long() - 1).tolist()
+    written = runner.memory.block_table.slots(rows, kv_lens.long() - 1).tolist()
     assert sorted(changed) == sorted([0, *written])
 
 
@@ -217,12 +213,12 @@ def test_only_decode_steps_up_to_the_largest_size_are_replayed(runner: ModelRunn
     recorder = CountingRecorder()
     graphs = CudaGraphRunner(recorder, runner.decode_logits, [4], 256, torch.device("cpu"))
     tokens: dict[bool, list[list[int]]] = {}
-    newest = runner.next_tokens.clone()
+    newest = runner.memory.next_tokens.clone()
     for replayed in (False, True):
         runner.graphs = graphs if replayed else None
         tokens[replayed] = []
         for batch in steps:
-            runner.next_tokens.copy_(newest)
+            runner.memory.next_tokens.copy_(newest)
             pending = runner.launch(batch)
             pending.sample(None)
             tokens[replayed].append(pending.result().token_ids)

@@ -14,7 +14,7 @@ import runtime.execution.model_runner as model_runner
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.execution.build import build_runner
 from runtime.execution.device import Device
-from runtime.execution.forward_batch import decode_forward_batch
+from runtime.execution.forward_batch import decode_step
 from runtime.execution.launchers import StreamLauncher, ThreadLauncher
 from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.request import SamplingParams
@@ -173,12 +173,13 @@ def test_a_decode_step_from_device_tensors_alone_is_the_same_step(built: ModelRu
     rows = torch.tensor([2, 1, 0, 0], dtype=torch.int32)
     kv_lens = torch.tensor([8, 7, 1, 1], dtype=torch.int32)
     with torch.inference_mode():
-        forward = decode_forward_batch(rows, kv_lens, runner.table, runner.next_tokens, 512)
-        assert forward.slots.tolist() == [21 * 4 + 3, 11 * 4 + 2, 0, 0]
-        before = [k.clone() for k in runner.pool.k]
+        step = decode_step(rows, kv_lens, runner.memory, 512)
+        assert step.slots.tolist() == [21 * 4 + 3, 11 * 4 + 2, 0, 0]
+        pools = runner.memory.pool.tensors()
+        before = [pool.clone() for pool in pools]
         padded = runner.decode_logits(rows, kv_lens, 512)
-        for k, old in zip(runner.pool.k, before, strict=True):
-            changed = (k != old).flatten(1).any(1).nonzero().flatten().tolist()
+        for pool, old in zip(pools, before, strict=True):
+            changed = (pool != old).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(changed) == {0, 11 * 4 + 2, 21 * 4 + 3}
         alone = runner.decode_logits(rows[:2], kv_lens[:2], 8)
     runner.close()

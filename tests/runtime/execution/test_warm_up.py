@@ -11,11 +11,11 @@ from tests.ops.gpu.tiny_decoder import PAGE_SIZE, make_device, make_runner
 
 def test_warm_up_writes_nothing_that_a_request_owns() -> None:
     runner = make_runner(make_device(CpuOps()))
-    runner.next_tokens[1:] = 7
+    runner.memory.next_tokens[1:] = 7
     warm_up(runner)
-    for pool in (*runner.pool.k, *runner.pool.v):
+    for pool in runner.memory.pool.tensors():
         assert torch.any(pool[:PAGE_SIZE])
         assert not torch.any(pool[PAGE_SIZE:])
-    assert not torch.any(runner.table.table)
-    assert runner.next_tokens[1:].tolist() == [7] * 8
+    assert not torch.any(runner.memory.block_table.pages)
+    assert runner.memory.next_tokens[1:].tolist() == [7] * 8
     runner.close()

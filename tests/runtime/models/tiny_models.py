@@ -111,7 +111,6 @@ class Probe:
             batch,
             np.arange(len(batch.input_ids), dtype=np.int32),
             runner.staging,
-            runner.table,
-            runner.next_tokens,
+            runner.memory,
         )
-        return list(runner.run_decoder(forward).split(list(batch.extend_lens)))
+        return list(runner.decoder(forward.step).split(list(batch.extend_lens)))
