@@ -117,6 +117,7 @@ class StepCosts:
 async def step_costs() -> StepCosts:
     size = str(CHUNK_TOKENS + ROWS)  # the decode rows' tokens come out of it
     async with serving("--chunked-prefill-size", size) as (load, _), eight_streams(load):
+        await load.complete(600, 4)  # by then all streams run
         await load.complete(1500, 4)
         await load.collect()
         while len(times_of(load.steps, "decode")) < 200:  # noqa: ASYNC110 (told by the server)
