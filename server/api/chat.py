@@ -76,8 +76,11 @@ async def plan_chat(body: Any, service: Service) -> ChatPlan:
     model_format = service.model_format
     messages, more = model_format.conversation(wish.messages, tools)
     prompt_ids = await service.tokenizer.encode_chat(messages, **wish.render, **more)
-    params = await model_format.constrained(wish.params, body, tools=tools, prompt_ids=prompt_ids)
-    return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, tools))
+    begun = wish.messages[-1]["content"] if wish.render["continue_final_message"] else ""
+    params = await model_format.constrained(
+        wish.params, body, tools=tools, prompt_ids=prompt_ids, begun=begun
+    )
+    return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, tools, begun))
 
 
 def parse_chat(body: Any, limits: ApiLimits) -> ChatRequest:

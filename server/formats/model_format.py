@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import InvalidRequest
 from server.formats.answer_parser import AnswerParser, PlainContent
+from server.formats.conversation import fit
 from server.formats.reasoning import ReasoningParser, reasoning_family
-from server.formats.tool_prompt import knows_tools, told_in_text
+from server.formats.template_traits import TemplateTraits, find_traits
+from server.formats.tool_parser import mistral_call_id
 from server.formats.tools import answer_source, tool_family
 from server.grammars import sources as sources
 from server.grammars.compiler import GrammarCompiler, hugging_face_tokenizer
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from server.formats.tools import Message, ToolRequest
     from server.generation.params import GenerationParams
     from server.grammars.sources import Source
-    from server.text.chat_template import ChatTemplate
     from server.text.tokenizer import Tokenizer
 
 # The tail of a prompt that shows whether it has begun the reasoning.
@@ -55,8 +55,11 @@ class ModelFormat:
         texts = [] if template is None else list(template.sources.values())
         self.tool_family = tool_family(tool_call_parser, "\n".join(texts))
         self.reasoning_family = reasoning_family(reasoning_parser)
-        self.knows_tools = knows_tools(texts)
-        self.takes_system = template is None or _takes_system(template)
+        # By whether the conversation has tools, since a model may have a template for either.
+        self._traits = {
+            tools: TemplateTraits() if template is None else find_traits(template, tools=tools)
+            for tools in (False, True)
+        }
         self.special_tokens = tokenizer.special_tokens()
         marks = [*self.tool_family.parser.markers]
         if self.reasoning_family is not None:
@@ -76,21 +79,23 @@ class ModelFormat:
     ) -> tuple[list[Message], dict[str, Any]]:
         """Messages as the chat template can show them, and the options of rendering tools."""
         allowed = () if tools is None else tools.allowed
-        if not self.knows_tools:
-            return told_in_text(messages, allowed, system=self.takes_system), {}
-        return list(messages), {"tools": [tool.openai() for tool in allowed]} if allowed else {}
+        return fit(messages, allowed, self._traits[bool(allowed)], self.tool_family)
 
     def parser_factory(
-        self, prompt_ids: Sequence[int], tools: ToolRequest | None
+        self, prompt_ids: Sequence[int], tools: ToolRequest | None, begun: str = ""
     ) -> Callable[[], MessageParser]:
-        """Makes the parser of one choice's text."""
+        """Makes the parser of one choice's text.
+
+        Args: begun: the message that the answer goes on from, if it goes on from one.
+        """
         family = self.reasoning_family
         if family is None and tools is None:
             return PlainContent
         tail = self._tail(prompt_ids)
+        new_id = mistral_call_id if self._traits[True].nine_character_ids else None
         return lambda: AnswerParser(
-            None if family is None else ReasoningParser(family, tail),
-            None if tools is None else self.tool_family.read(tools),
+            None if family is None else ReasoningParser(family, tail, begun),
+            None if tools is None else self.tool_family.read(tools, new_id),
         )
 
     async def constrained(
@@ -100,12 +105,14 @@ class ModelFormat:
         *,
         tools: ToolRequest | None = None,
         prompt_ids: Sequence[int] | None = None,
+        begun: str = "",
         native: bool = False,
     ) -> GenerationParams:
         """The parameters with the grammar that the request asks for, compiled.
 
         Args:
-            prompt_ids: of a chat; where it has begun the reasoning, the grammar rules what follows.
+            prompt_ids, begun: of a chat; where these have begun the reasoning, the grammar rules
+                what follows it.
             native: also read the native endpoint's field names.
 
         Raises: InvalidRequest: a grammar that is wrong or cannot be enforced.
@@ -117,7 +124,7 @@ class ModelFormat:
         if source is None:
             return params
         if prompt_ids is not None:
-            source = self._after_reasoning(source, prompt_ids)
+            source = self._after_reasoning(source, prompt_ids, begun)
         grammar = await self._compiler.compile(source, param)
         sampling = params.sampling
         stops = sampling.stop_token_ids
@@ -128,9 +135,11 @@ class ModelFormat:
             sampling=replace(sampling, min_tokens=0),
         )
 
-    def _after_reasoning(self, source: Source, prompt_ids: Sequence[int]) -> Source:
+    def _after_reasoning(self, source: Source, prompt_ids: Sequence[int], begun: str) -> Source:
         family = self.reasoning_family
-        if family is None or not ReasoningParser(family, self._tail(prompt_ids)).starts_inside:
+        if family is None:
+            return source
+        if not ReasoningParser(family, self._tail(prompt_ids), begun).starts_inside:
             return source
         return sources.after_text(family.end, source, self.special_tokens)
 
@@ -140,14 +149,3 @@ class ModelFormat:
     def close(self) -> None:
         """Ends the compiler's threads."""
         self._compiler.close()
-
-
-def _takes_system(template: ChatTemplate) -> bool:
-    """Whether a template shows a system message, rather than refuse it or leave it out."""
-    try:
-        text = template.render(
-            [{"role": "system", "content": "a-system-message"}, {"role": "user", "content": "Hi"}]
-        )
-    except InvalidRequest:
-        return False
-    return "a-system-message" in text

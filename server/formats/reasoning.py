@@ -50,16 +50,37 @@ class _Where(Enum):
 class ReasoningParser:
     """Splits one answer, fed in pieces of any size.
 
-    Args: prompt: the prompt's text, or its end; a prompt that ends with the start mark has begun
-        the reasoning itself.
+    Args:
+        prompt: the prompt's text, or its end. One that ends with the start mark has begun the
+            reasoning; one that ends with the end mark has closed it, so that the answer comes.
+        begun: the message that the answer goes on from, if it goes on from one.
+
+    Attributes: starts_inside: the text begins within the reasoning.
     """
 
-    def __init__(self, family: ReasoningFamily, prompt: str = "") -> None:
+    def __init__(self, family: ReasoningFamily, prompt: str = "", begun: str = "") -> None:
         self.family = family
-        self.starts_inside = family.always or prompt.rstrip().endswith(family.start)
-        self._where = _Where.BEFORE
         self._pending = ""
         self._begun = False  # something of the reasoning but blanks has come
+        self._where = _Where.BEFORE
+        if begun:
+            self._go_on(begun)
+            self.starts_inside = self._where is _Where.REASONING
+        elif prompt.rstrip().endswith(family.end):
+            self._where = _Where.GAP
+            self.starts_inside = False
+        else:
+            self.starts_inside = family.always or prompt.rstrip().endswith(family.start)
+
+    def _go_on(self, begun: str) -> None:
+        """Stands where this beginning of the answer ends."""
+        start, end = begun.rfind(self.family.start), begun.rfind(self.family.end)
+        if start > end:
+            self._where = _Where.REASONING
+            self._begun = bool(begun[start + len(self.family.start) :].strip())
+        else:
+            closed = begun.rstrip().endswith(self.family.end)
+            self._where = _Where.GAP if closed else _Where.ANSWER
 
     def feed(self, text: str) -> tuple[str, str]:
         """Further reasoning and further answer, as far as they are decided."""

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 
+CALL_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
 @dataclass(frozen=True, slots=True)
 class TextPiece:
     """Text outside of any call."""
@@ -49,7 +52,12 @@ def openai_call_id() -> str:
 
 def mistral_call_id() -> str:
     """A call id of nine letters and digits: Mistral's templates take no other."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return "".join(secrets.choice(CALL_ID_CHARACTERS) for _ in range(9))
+
+
+def is_mistral_call_id(text: str) -> bool:
+    """Whether this is an id as Mistral's templates take it."""
+    return len(text) == 9 and set(text) <= set(CALL_ID_CHARACTERS)
 
 
 class ToolCallParser:

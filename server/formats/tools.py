@@ -185,9 +185,30 @@ class ToolFamily:
     keywords: bool = False
     new_id: Callable[[], str] = openai_call_id
 
-    def read(self, request: ToolRequest) -> ToolCallParser:
-        """A parser for one answer."""
-        return self.parser(frozenset(tool.name for tool in request.tools), self.new_id)
+    def read(self, request: ToolRequest, new_id: Callable[[], str] | None = None) -> ToolCallParser:
+        """A parser for one answer. Args: new_id: where the model wants ids of another form."""
+        known = frozenset(tool.name for tool in request.tools)
+        return self.parser(known, new_id or self.new_id)
+
+    def written(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """Calls as the model itself would write them.
+
+        Args: calls: names and arguments; an object, or a text that is written as it is.
+        """
+        one_by_one = [
+            self.begin.replace("{name}", name if self.keywords else json.dumps(name))
+            + self._written_arguments(arguments)
+            + self.end
+            for name, arguments in calls
+        ]
+        return self.before + self.separator.join(one_by_one) + self.after
+
+    def _written_arguments(self, arguments: Any) -> str:
+        if not isinstance(arguments, dict):
+            return str(arguments)
+        if self.keywords:
+            return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        return json.dumps(arguments, ensure_ascii=False)
 
     def tags(self, tools: Sequence[Tool], *, enforced: bool) -> list[Tag]:
         """A call of each tool. Args: enforced: by its schema, else by any JSON object."""
@@ -263,6 +284,7 @@ def tool_family(name: str | None, template: str | None) -> ToolFamily:
         ("<tool_call>", "hermes"),
         ("[TOOL_CALLS]", "mistral"),
         ("<|tool_call|>", "granite"),
+        ("<|tool|>", "granite"),  # Phi 4 mini: its template shows tools, but no calls
         ("[func_name1(", "pythonic"),
         ("<|python_start|>", "pythonic"),
         ("<|python_tag|>", "llama3_json"),

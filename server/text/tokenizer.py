@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoints.json_file import read_optional_json_object
-from runtime.errors import InvalidRequest, ModelError
-from server.text.chat_template import ChatTemplate
+from runtime.errors import InvalidRequest
+from server.text.chat_template import ChatTemplate, template_sources
 from server.text.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
@@ -23,7 +23,7 @@ from server.text.detokenizer import (
 from server.text.tokenizer_files import load_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     import tokenizers
@@ -85,7 +85,7 @@ class Tokenizer:
         """
         config = read_optional_json_object(folder / "tokenizer_config.json")
         backend, special = load_backend(folder, config)
-        sources = _template_sources(folder, config, template_file)
+        sources = template_sources(folder, config, template_file)
         template = ChatTemplate(sources, special) if sources else None
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
         return cls(
@@ -290,24 +290,3 @@ def _decoder_kind(backend: tokenizers.Tokenizer) -> str:
         {"type": "Strip", "content": " ", "start": 1, "stop": 0},
     ]
     return "pieces" if parts == sentence_piece else "window"
-
-
-def _template_sources(
-    folder: Path, config: Mapping[str, Any], override: Path | None
-) -> dict[str, str]:
-    """Chat templates by name: the option's file, chat_template.jinja, or the tokenizer's config."""
-    if override is not None:
-        try:
-            return {"default": override.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"chat template {override}: cannot be read: {error}") from None
-    jinja = folder / "chat_template.jinja"
-    if jinja.is_file():
-        return {"default": jinja.read_text(encoding="utf-8")}
-    value = config.get("chat_template")
-    value = value or read_optional_json_object(folder / "chat_template.json").get("chat_template")
-    if isinstance(value, str):
-        return {"default": value}
-    if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}
-    return dict(value) if isinstance(value, dict) else {}

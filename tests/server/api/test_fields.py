@@ -122,10 +122,10 @@ def test_wrong_messages_are_refused(messages):
     assert "messages" in refused.value.param
 
 
-def test_text_parts_join_and_extra_fields_are_dropped():
+def test_text_parts_join_and_other_fields_are_left_to_the_template():
     parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "hello"}]
     (message,) = parse_messages([{"role": "developer", "content": parts, "id": 5, "name": "bob"}])
-    assert message == {"role": "system", "content": "Say hello", "name": "bob"}
+    assert message == {"role": "system", "content": "Say hello", "id": 5, "name": "bob"}
 
 
 @pytest.mark.parametrize(

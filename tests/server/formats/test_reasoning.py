@@ -23,11 +23,27 @@ CASES = [
     ("deepseek_r1", "", "\nhm \n</think>\n", "hm", ""),
     ("mistral", "", "[THINK]a[/THINK]b", "a", "b"),
     ("kimi", "", "◁think▷a◁/think▷b", "a", "b"),
+    ("qwen3", "assistant\n<think>\n\n</think>\n\n", "plain", "", "plain"),
+    ("deepseek_r1", "assistant\n<think>\n\n</think>\n\n", "plain <think>", "", "plain <think>"),
+    ("deepseek_r1", "<think></think>", "\n\nplain", "", "plain"),
+    ("kimi", "◁think▷◁/think▷", "plain", "", "plain"),
 ]  # fmt: skip
 
 
-def split(family, prompt, pieces):
-    parser = ReasoningParser(REASONING_FAMILIES[family], prompt)
+# (family, beginning of the answer that the text goes on from, text, reasoning, answer)
+GOING_ON = [
+    ("qwen3", "<think>\nI s", "ee</think>\n\nYes", "ee", "Yes"),
+    ("qwen3", "<think>\n", "\n I see</think>Yes", "I see", "Yes"),
+    ("qwen3", "<think>so", " far</think>Yes", " far", "Yes"),
+    ("qwen3", "<think>a</think>", "\n\nYes", "", "Yes"),
+    ("qwen3", "<think>a</think>\n\nYes", " no", "", " no"),
+    ("deepseek_r1", "The answer", " is <think>", "", " is <think>"),
+    ("qwen3", "The answer", "<think>x</think>", "", "<think>x</think>"),
+]
+
+
+def split(family, prompt, pieces, begun=""):
+    parser = ReasoningParser(REASONING_FAMILIES[family], prompt, begun)
     found = [*map(parser.feed, pieces), parser.finish()]
     return "".join(reasoning for reasoning, _ in found), "".join(answer for _, answer in found)
 
@@ -39,6 +55,13 @@ def test_every_cut_gives_the_same(family, prompt, text, reasoning, answer):
         for j in range(i, len(text) + 1):
             pieces = [text[:i], text[i:j], text[j:]]
             assert split(family, prompt, pieces) == (reasoning, answer), pieces
+
+
+@pytest.mark.parametrize(("family", "begun", "text", "reasoning", "answer"), GOING_ON)
+def test_an_answer_goes_on_where_its_beginning_ended(family, begun, text, reasoning, answer):
+    for i in range(len(text) + 1):
+        pieces = [text[:i], text[i:]]
+        assert split(family, "assistant\n" + begun, pieces, begun) == (reasoning, answer), pieces
 
 
 def test_reasoning_is_given_as_it_comes():

@@ -34,6 +34,38 @@ def test_a_continued_message_ends_the_prompt(content, trim):
     assert text.count("<|im_end|>") == 1
 
 
+@pytest.mark.parametrize("begun", ["<", "<|", "i", "end", "m", "<|im_end|>", "\n", ""])
+def test_a_beginning_that_stands_in_the_closing_tag_too_is_cut_at_its_own_end(begun):
+    messages = [COUNT[0], {"role": "assistant", "content": begun}]
+    text = render(CHATML, messages, continue_final_message=True)
+    assert text == f"<|im_start|>user\nCount<|im_end|>\n<|im_start|>assistant\n{begun}"
+
+
+def test_content_that_the_template_leaves_out_cannot_be_continued():
+    source = "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="does not appear"):
+        render(source, continue_final_message=True)
+
+
+def test_documents_are_none_unless_given_as_in_transformers():
+    source = "{{ documents is none }} {{ tools is none }}"
+    assert render(source) == "True True"
+    assert render(source, kwargs={"documents": []}) == "False True"
+
+
+def test_tools_are_given_under_the_name_that_the_template_reads():
+    source = "{{ tools }} {{ xml_tools }}"
+    assert render(source, tools=[1], tools_variable="xml_tools") == "None [1]"
+    assert render(source, kwargs={"xml_tools": [2]}) == "None [2]"
+
+
+def test_the_template_for_tools_is_used_where_there_are_tools():
+    template = ChatTemplate({"default": "D", "tool_use": "T", "rag": "R"}, {})
+    assert template.render(COUNT) == "D"
+    assert template.render(COUNT, tools=[{}]) == "T"
+    assert ChatTemplate({"rag": "R", "default": "D"}, {}).render(COUNT, tools=[{}]) == "D"
+
+
 def test_what_templates_may_use():
     source = (
         "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
@@ -105,13 +137,53 @@ def folder(tmp_path):
             id="jinja-file-first",
         ),
         pytest.param({"chat_template.json": {"chat_template": "C"}}, "C", id="json-file"),
+        pytest.param(
+            {
+                "chat_template.jinja": "J",
+                "additional_chat_templates/tool_use.jinja": "T",
+                "tokenizer_config.json": {"chat_template": "A"},
+            },
+            "J",
+            id="jinja-file-and-more",
+        ),
     ],
 )
 def test_templates_are_found_where_models_keep_them(folder, files, source):
-    for name, content in files.items():
-        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    write(folder, files)
     template = Tokenizer.load(folder).chat_template
     assert (None if template is None else template.source) == source
+    if template is not None and len(template.sources) > 1:
+        assert template.render(COUNT, tools=[{}]) == "T"
+
+
+def write(folder, files):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"chat_template": [{"template": "A"}]}},
+        {"tokenizer_config.json": {"chat_template": ["A"]}},
+        {"tokenizer_config.json": {"chat_template": {"default": 5}}},
+        {"tokenizer_config.json": {"chat_template": 5}},
+        {"chat_template.json": "[]"},
+        {"chat_template.json": "{"},
+    ],
+    ids=["no-name", "no-object", "no-text", "number", "no-dictionary", "broken"],
+)
+def test_templates_that_cannot_be_read_name_the_model(folder, files):
+    write(folder, files)
+    with pytest.raises(ModelError, match=r"model.*chat_template"):
+        Tokenizer.load(folder)
+
+
+def test_a_template_that_is_not_utf8_names_its_file(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja"):
+        Tokenizer.load(folder)
 
 
 def test_a_file_given_as_an_option_replaces_the_models_template(folder, tmp_path):

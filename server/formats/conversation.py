@@ -1,0 +1,193 @@
+"""A conversation in the form that the model's chat template shows, so that nothing is lost.
+
+Where a template has no place for tools, calls or results, they are told in words: the tools in the
+system message, calls in the assistant's text as the model's family writes them, results in the
+user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from server.formats.template_traits import in_parts, place_tools
+from server.formats.tool_parser import CALL_ID_CHARACTERS, is_mistral_call_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from server.formats.template_traits import TemplateTraits
+    from server.formats.tools import Message, Tool, ToolFamily
+
+_INSTRUCTION = """\
+You may call functions to help with the user's request. Here they are, one in each line:
+<tools>
+{tools}
+</tools>
+
+To call a function, answer with its name and arguments, written like this:
+{call}"""
+
+
+def fit(
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    traits: TemplateTraits,
+    family: ToolFamily,
+) -> tuple[list[Message], dict[str, Any]]:
+    """Messages and options of `ChatTemplate.render` with which the template shows all of them.
+
+    Args:
+        messages: as `parse_messages` gives them; they are left as they are.
+        traits: of the template that renders a conversation with, or without, tools.
+        family: how the model writes calls.
+    """
+    fitted = list(messages)
+    options: dict[str, Any] = {}
+    told = bool(tools) and traits.tools_in == "text"
+    if told or not traits.calls:
+        fitted = [_calls_in_words(message, family) for message in fitted]
+    else:
+        fitted = _shown_calls(fitted, traits)
+    if told or not traits.results:
+        fitted = _results_in_words(fitted)
+    if told:
+        fitted = _told(fitted, tools, family, system=traits.system)
+    elif tools:
+        fitted, options = place_tools(fitted, [tool.openai() for tool in tools], traits)
+    if traits.parts:
+        fitted = [{**m, "content": in_parts(m.get("content"))} for m in fitted]
+    return fitted, options
+
+
+# In words
+
+
+def _told(
+    messages: list[Message], tools: Sequence[Tool], family: ToolFamily, *, system: bool
+) -> list[Message]:
+    """The tools in the system message; in the first one where the template takes none such."""
+    lines = "\n".join(json.dumps(tool.openai(), ensure_ascii=False) for tool in tools)
+    call = family.written([("<function name>", "<object of arguments>")])
+    instruction = _INSTRUCTION.format(tools=lines, call=call)
+    first, *rest = messages
+    if system and first["role"] != "system":
+        return [{"role": "system", "content": instruction}, *messages]
+    said = first.get("content") or ""
+    told = [said, instruction] if system else [instruction, said]
+    return [{**first, "content": "\n\n".join(told).strip()}, *rest]
+
+
+def _calls_in_words(message: Message, family: ToolFamily) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    said = [message.get("content"), family.written(written)]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join(text for text in said if text)}
+
+
+def _results_in_words(messages: Iterable[Message]) -> list[Message]:
+    """Results as the user's text; those of parallel calls in one message, since many templates
+    want the roles to alternate."""
+    found: list[Message] = []
+    joins = False
+    for message in messages:
+        if message["role"] != "tool":
+            found.append(message)
+            joins = False
+            continue
+        text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+        if joins:
+            found[-1]["content"] += "\n" + text
+        else:
+            found.append({"role": "user", "content": text})
+        joins = True
+    return found
+
+
+# As the template takes them
+
+
+def _shown_calls(messages: list[Message], traits: TemplateTraits) -> list[Message]:
+    if traits.one_call:
+        messages = _one_by_one(messages)
+    shaped = [_shaped(message, traits) for message in messages]
+    return _with_nine_character_ids(shaped) if traits.nine_character_ids else shaped
+
+
+def _shaped(message: Message, traits: TemplateTraits) -> Message:
+    """A message whose calls are of the form that the template takes."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    shaped = {**message, "tool_calls": [_shaped_call(call, traits) for call in calls]}
+    if not message.get("content"):
+        shaped["content"] = traits.empty_content
+    return shaped
+
+
+def _shaped_call(call: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if traits.arguments_as_json and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str) and not traits.takes_odd_arguments:
+        arguments = {"arguments": arguments}  # no object: the model broke off, or wrote it wrongly
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _one_by_one(messages: list[Message]) -> list[Message]:
+    """Each of several calls in a message of its own, with its result behind it."""
+    found: list[Message] = []
+    position = 0
+    while position < len(messages):
+        message = messages[position]
+        position += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = []
+        while position < len(messages) and messages[position]["role"] == "tool":
+            results.append(messages[position])
+            position += 1
+        for index, call in enumerate(calls):
+            said = message if index == 0 else {"role": "assistant", "content": ""}
+            found.append({**said, "tool_calls": [call]})
+            ids = (None, call.get("id"))
+            own = next((one for one in results if one.get("tool_call_id") in ids), None)
+            if own is not None:
+                results.remove(own)
+                found.append(own)
+        found += results
+    return found
+
+
+def _with_nine_character_ids(messages: list[Message]) -> list[Message]:
+    """Ids of nine letters and digits; results without one belong to the calls in their order."""
+    found: list[Message] = []
+    open_ids: list[str] = []  # of the latest calls, in order
+    for number, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            open_ids = [_nine(call.get("id") or f"{number}.{i}") for i, call in enumerate(calls)]
+            named = [{**call, "id": one} for call, one in zip(calls, open_ids, strict=True)]
+            message = {**message, "tool_calls": named}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            one = _nine(given) if given else open_ids[0] if open_ids else _nine(str(number))
+            open_ids = [other for other in open_ids if other != one]
+            message = {**message, "tool_call_id": one}
+        found.append(message)
+    return found
+
+
+def _nine(call_id: str) -> str:
+    """The id itself where it is one, also behind another protocol's prefix; else made from it."""
+    own = call_id.rpartition("_")[2]
+    if is_mistral_call_id(own):
+        return own
+    number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8])
+    base = len(CALL_ID_CHARACTERS)
+    return "".join(CALL_ID_CHARACTERS[number // base**place % base] for place in range(9))
