@@ -125,6 +125,14 @@ class Request:
         """Input and committed outputs: what a (re)started request computes before it samples."""
         return self.input_ids + self.output_ids if self.output_ids else self.input_ids
 
+    def tokens_between(self, first: int, last: int) -> array[int]:
+        """`tokens_to_prefill()[first:last]`, at the cost of those alone."""
+        inputs = self.input_ids
+        if last <= len(inputs):
+            return inputs[first:last]
+        outputs = self.output_ids[max(first - len(inputs), 0) : last - len(inputs)]
+        return inputs[first:] + outputs if first < len(inputs) else outputs
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -182,7 +182,7 @@ class Admission:
 
     def _admit_waiting(self, adder: PrefillAdder, rows: int, now: float) -> list[Request]:
         self._blocked_by(Reason.NEXT_PASS)
-        pending = PendingPrefixes(self._memory.page_size)
+        pending = PendingPrefixes(self._memory)
         if self._life.chunked is not None:
             pending.add(self._life.chunked)
         admitted: list[Request] = []
@@ -192,7 +192,7 @@ class Admission:
                 break
             _prepare_prefill(request)
             match = self._memory.match(request)
-            if self._memory.cache_enabled and pending.worth_waiting(request, match.tokens):
+            if pending.worth_waiting(request, match):
                 self._leave_for_twin(request, pending)
                 if pending.left < MAX_LEFT:
                     continue

@@ -53,7 +53,7 @@ def _add_prefill_row(batch: ScheduleBatch, item: Admitted, memory: KVMemory) -> 
     batch.rows.append(request.row)
     batch.prefix_lens.append(item.start)
     batch.extend_lens.append(item.tokens)
-    batch.input_ids.extend(request.tokens_to_prefill()[item.start : item.start + item.tokens])
+    batch.input_ids.extend(request.tokens_between(item.start, item.start + item.tokens))
 
 
 def _add_decode_rows(batch: ScheduleBatch, running: Sequence[Request], memory: KVMemory) -> None:
@@ -88,7 +88,7 @@ def _write_tables(batch: ScheduleBatch, memory: KVMemory) -> None:
         if first >= last:
             continue
         batch.table_rows.extend(array("i", [request.row]) * (last - first))
-        batch.table_indices.extend(range(first, last))
+        batch.table_indices.extend(memory.page_indices(first, last))
         batch.table_pages.extend(request.pages[first:])
         record.synced_pages = last
     memory.stale_tables.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from runtime.scheduling.kv_memory import Releasable
 from runtime.scheduling.victims import retraction_order
 
 if TYPE_CHECKING:
@@ -44,10 +45,11 @@ class DecodeMemory:
         chunked = self._life.chunked
         admitted = staying if chunked is None else [*staying, chunked]
         victims: list[Request] = []
+        released = Releasable(self._memory)
         for victim in retraction_order(admitted):
             victims.append(victim)
             staying = [request for request in staying if request is not victim]
-            room = self._memory.available_tokens + self._memory.releasable_tokens(victims)
+            room = self._memory.available_tokens + released.add(victim)
             if self._memory.new_page_tokens(staying) <= room:
                 return victims, None
         return victims, staying[0] if staying else None

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
 from runtime.scheduling.page_allocator import PageAllocator, RowPool
-from runtime.scheduling.radix_cache import NO_MATCH, TOKEN_BYTES, PrefixMatch, RadixCache
+from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache, is_dead
+from runtime.scheduling.radix_tree import TOKEN_BYTES, Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from runtime.config import SchedulerConfig
     from runtime.request import Request
-    from runtime.scheduling.radix_cache import Node
+    from runtime.scheduling.radix_tree import Node
 
 
 class KVMemory:
@@ -39,6 +40,8 @@ class KVMemory:
         self.cache = RadixCache(self.allocator, config.eviction_policy)
         self.cache_enabled = not config.disable_radix_cache
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
+        longest = min(self.allocator.num_pages, -(-config.context_length // config.page_size) + 1)
+        self._indices = array("i", range(longest))
 
     @property
     def capacity_tokens(self) -> int:
@@ -74,33 +77,44 @@ class KVMemory:
     # A request's life
 
     def match(self, request: Request) -> PrefixMatch:
-        """Cached prefix that a waiting request could start from. One token at least is left to
-        compute, all of them where prompt logprobs are still to be given."""
+        """Cached prefix that a waiting request could start from; counts as a sign of life. One
+        token at least is left to compute, all where prompt logprobs are still to be given."""
         if not self.cache_enabled:
             return NO_MATCH
+        record = request.scheduling
         limit = match_limit(request)
-        return self.cache.match(request.namespace, request.scheduling.key, limit)
+        return self.cache.match(request.namespace, record.key, limit, record.place)
 
-    def match_length(self, request: Request) -> int:
-        """Tokens that `match` would find. Changes nothing."""
+    def look_up(self, request: Request, most_visits: int) -> int:
+        """Brings `record.place` up to date, for the order of the queue: what `match` would find,
+        or, with a walk cut short, a part of it. Returns the nodes visited."""
         if not self.cache_enabled:
             return 0
+        record, tree = request.scheduling, self.cache.tree
+        before = tree.visits
         limit = match_limit(request)
-        return self.cache.match_length(request.namespace, request.scheduling.key, limit)
+        tree.seek(record.place, request.namespace, record.key, limit, most_visits)
+        return tree.visits - before
 
-    def match_path(self, request: Request) -> list[Node]:
-        """Nodes of the tree that the request's prefix leads through."""
+    def whole_match(self, request: Request, following: int) -> PrefixMatch | None:
+        """How much of a request's tokens is cached, also of those that it has to compute itself;
+        None unless `following` more tokens come behind that, or the cache is off."""
         if not self.cache_enabled:
-            return []
-        record = request.scheduling
-        return self.cache.match_path(request.namespace, record.key, match_limit(request))
+            return None
+        record, tree = request.scheduling, self.cache.tree
+        tokens = len(record.key) // TOKEN_BYTES
+        tree.seek(record.place, request.namespace, record.key, tokens)
+        if record.place.tokens + following > tokens:
+            return None
+        return PrefixMatch(record.place.tokens, self.cache.end_at(record.place))
 
     def start(self, request: Request, match: PrefixMatch) -> None:
         """Gives an admitted request its row and its cached prefix, which the caller has locked."""
         record = request.scheduling
         request.row = self.rows.allocate()
-        request.pages = array("i", match.pages)
+        request.pages = self.cache.pages(match.node, 0, match.tokens)
         request.length = match.tokens
+        self.cache.count_use(match.node)
         record.node = match.node
         record.tree_tokens = match.tokens
         record.synced_pages = 0
@@ -118,30 +132,28 @@ class KVMemory:
         """Puts the whole pages of the first `tokens` tokens into the cache and moves the lock to
         their end. Pages that duplicate an existing path are given back and the request's own page
         list points at the tree's instead."""
-        record = request.scheduling
-        size = self.page_size
-        tokens = tokens // size * size
-        if not self.cache_enabled or tokens <= record.tree_tokens:
+        record, size = request.scheduling, self.page_size
+        first, tokens = record.tree_tokens, tokens // size * size
+        if not self.cache_enabled or tokens <= first or is_dead(record.node):
             return
-        key = record.key[: tokens * TOKEN_BYTES]
-        if len(key) < tokens * TOKEN_BYTES:
-            key = request.tokens_to_prefill()[:tokens].tobytes()
-        pages = request.pages[: tokens // size]
-        known, path = self.cache.insert(request.namespace, key, pages, record.last_step)
-        self._drop_duplicates(request, known, path)
-        self.cache.lock(path.node)
-        self.cache.unlock(record.node)
-        record.node = path.node
+        key = request.tokens_between(first, tokens).tobytes()
+        pages = request.pages[first // size : tokens // size]
+        known, end = self.cache.insert(request.namespace, key, pages, record.last_step, record.node)
+        if known:
+            self._drop_duplicates(request, first, self.cache.pages(end, first, first + known))
+        self.cache.move_lock(record.node, end)
+        record.node = end
         record.tree_tokens = tokens
+        record.place = Place(end, tokens, self.cache.tree.losses)
 
-    def _drop_duplicates(self, request: Request, known: int, path: PrefixMatch) -> None:
+    def _drop_duplicates(self, request: Request, tokens: int, kept: array[int]) -> None:
+        """Puts the tree's pages in the place of a request's own behind its first `tokens`."""
         record = request.scheduling
-        first, last = record.tree_tokens // self.page_size, known // self.page_size
-        if first >= last:
-            return
+        first = tokens // self.page_size
+        last = first + len(kept)
         # A launched step may still write the duplicates and read them through the old table row.
         self.allocator.free_after(request.pages[first:last], record.last_step)
-        request.pages[first:last] = path.pages[first:last]
+        request.pages[first:last] = kept
         record.synced_pages = min(record.synced_pages, first)
         self.stale_tables.append(request)
 
@@ -164,18 +176,36 @@ class KVMemory:
     def private_tokens(self, request: Request) -> int:
         return len(request.pages) * self.page_size - request.scheduling.tree_tokens
 
-    def releasable_tokens(self, requests: list[Request]) -> int:
-        """Tokens that would become available if all of `requests` were released."""
-        total = sum(self.private_tokens(request) for request in requests)
-        locks: dict[Node, int] = {}
-        for request in requests:
-            node = request.scheduling.node
-            while node is not None and node.parent is not None:
-                locks[node] = locks.get(node, 0) + 1
-                node = node.parent
-        return total + sum(
-            len(node.pages) * self.page_size for node, count in locks.items() if count == node.locks
-        )
+    def page_indices(self, first: int, last: int) -> array[int]:
+        """The ints from `first` to `last`. Counted out one by one they would cost a millisecond per
+        30,000, where a long prefix is cached."""
+        return self._indices[first:last]
+
+
+class Releasable:
+    """Tokens that would become available if requests were released, the one after the other.
+
+    Args:
+        memory: who holds what; not changed.
+    """
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._unlocked: dict[Node, int] = {}
+        self.tokens = 0
+
+    def add(self, request: Request) -> int:
+        """Counts one more in; returns the tokens of all."""
+        memory, unlocked = self._memory, self._unlocked
+        self.tokens += memory.private_tokens(request)
+        node = request.scheduling.node
+        while node is not None and node.parent is not None:
+            unlocked[node] = unlocked.get(node, 0) + 1
+            if unlocked[node] < node.locks:
+                break
+            self.tokens += len(node.pages) * memory.page_size
+            node = node.parent
+        return self.tokens
 
 
 def match_limit(request: Request) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import InvariantError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 class RowPool:
@@ -58,7 +58,7 @@ class PageAllocator:
         self._free_pages = array("i", range(self.num_pages - 1, 0, -1))
         self._deferred: dict[int, array[int]] = {}  # by step: pages free once it is committed
         self._num_deferred = 0
-        self._done_step = -1
+        self.done_step = -1  # the newest step that is committed or has failed
 
     @property
     def free_pages(self) -> int:
@@ -90,7 +90,7 @@ class PageAllocator:
 
     def free_after(self, pages: array[int], step: int) -> None:
         """Gives pages back as soon as `step` is committed, at once if it is."""
-        if step <= self._done_step:
+        if step <= self.done_step:
             self.free(pages)
         elif pages:
             self._deferred.setdefault(step, array("i")).extend(pages)
@@ -98,13 +98,19 @@ class PageAllocator:
 
     def step_done(self, step: int) -> None:
         """`step` is committed: frees what waited for it."""
-        self._done_step = step
+        self.done_step = step
         pages = self._deferred.pop(step, None)
         if pages:
             self._num_deferred -= len(pages)
             self.free(pages)
 
-    def snapshot(self) -> tuple[list[int], list[int]]:
-        """(free pages, deferred pages), for recounts."""
-        deferred = [page for pages in self._deferred.values() for page in pages]
-        return list(self._free_pages), deferred
+    # For recounts
+
+    def free_slices(self, pages: int) -> Iterator[array[int]]:
+        """The free pages, so many at a time."""
+        for first in range(0, len(self._free_pages), pages):
+            yield self._free_pages[first : first + pages]
+
+    def deferred(self) -> list[int]:
+        """The pages that wait for a step."""
+        return [page for pages in self._deferred.values() for page in pages]

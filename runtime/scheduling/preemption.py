@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from runtime.scheduling.kv_memory import Releasable
 from runtime.scheduling.victims import preemption_order
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ def choose_preempted(
     """
     victims: list[Request] = []
     forecast = 0
+    released = Releasable(memory)
     for victim in preemption_order(admitted, candidate.priority, threshold):
         victims.append(victim)
         forecast += reserved.get(victim.request_id, 0)
-        freed = memory.releasable_tokens(victims) + forecast
+        freed = released.add(victim) + forecast
         if len(victims) >= rows_missing and freed >= tokens_missing:
             return victims
     return []

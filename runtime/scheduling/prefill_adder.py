@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from runtime.config import SchedulerConfig
     from runtime.request import Request
-    from runtime.scheduling.radix_cache import Node, PrefixMatch
+    from runtime.scheduling.radix_cache import PrefixMatch
+    from runtime.scheduling.radix_tree import Node
 
 NO_LIMIT = 1 << 60
 

@@ -1,69 +1,32 @@
-"""RadixCache: which pages hold the KV of which token prefixes.
+"""RadixCache: which pages hold the KV of which token prefixes; locks, and what is dropped first.
 
-A tree per namespace. Every edge is a run of whole pages, kept as the bytes of its token ids (four
-per token), so that a comparison is one memcmp however long the run is; children are found by the
-bytes of their first page. Source: RadixAttention, arXiv:2312.07104, section 3.
+The tree is radix_tree.py's. What this adds, and what shaped it:
 
-What shaped it:
-- A match that ends inside a node splits it before anyone locks it. A lock on half a node would
-  walk another path when it is dropped after somebody else's split.
-- A split makes a new node for the *upper* part and lets the old object keep the lower one, so a
-  lock holder's node stays the end of the holder's own prefix.
+- A node is locked once for every request whose prefix ends there, and once for every child that is
+  locked. So a lock walks up only until it meets a node that was locked already, and the lock that
+  follows a growing prompt costs the same at every length.
+- What a node is worth is noted where a prefix ends, and handed to the parent when the node goes:
+  only leaves are ever compared, and by then a leaf has heard of all uses below it. A use of a long
+  path costs as much as one of a short one.
+- A prompt's continuation is appended to its leaf where nobody else's prefix ends there and where
+  that changes nothing about the order of eviction.
 - Eviction takes pages from the tail of a leaf, as many as are missing, not the whole leaf.
-- Leaves stand in a heap with the rank they had when they were pushed. Ranks only grow, so an entry
-  that has become stale is found when popped and pushed again: a use costs nothing there.
 """
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.errors import InvariantError
+from runtime.scheduling.eviction_order import EvictionOrder
+from runtime.scheduling.radix_tree import NODE_TOKENS, TOKEN_BYTES, Place, RadixTree, descendants
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from runtime.scheduling.page_allocator import PageAllocator
+    from runtime.scheduling.radix_tree import Node
 
-TOKEN_BYTES = 4
-
-
-class Node:
-    """A run of cached pages below its parent's. A root has none; its key is its namespace.
-
-    `locks` counts the requests whose prefix ends here or below. `step` is the launched step that
-    wrote the KV; a `dead` node was written by a step that failed: it is out of the tree and goes
-    when its last lock does.
-    """
-
-    __slots__ = (
-        "children",
-        "created",
-        "dead",
-        "hits",
-        "in_heap",
-        "key",
-        "last_used",
-        "locks",
-        "pages",
-        "parent",
-        "step",
-    )
-
-    def __init__(self, key: bytes, pages: array[int], parent: Node | None, step: int) -> None:
-        self.key = key
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.step = step
-        self.locks = 0
-        self.last_used = 0
-        self.hits = 0
-        self.created = 0
-        self.in_heap = False
-        self.dead = False
+_HIT = 1 << 48  # more than there will ever be uses
 
 
 class PrefixMatch(NamedTuple):
@@ -71,16 +34,15 @@ class PrefixMatch(NamedTuple):
 
     Args:
         tokens: its length, whole pages.
-        pages: in position order.
-        node: what to lock; None when nothing matched. Valid until the next evict, unless locked.
+        node: what ends with it, and what to lock; None when nothing matched. Valid until the next
+            evict, unless locked.
     """
 
     tokens: int
-    pages: array[int]
     node: Node | None
 
 
-NO_MATCH = PrefixMatch(0, array("i"), None)
+NO_MATCH = PrefixMatch(0, None)
 
 
 class RadixCache:
@@ -91,146 +53,129 @@ class RadixCache:
     Args:
         allocator: where evicted pages go.
         eviction_policy: "lru", "lfu" or "fifo".
+        node_tokens: most tokens of a node of the tree.
     """
 
-    def __init__(self, allocator: PageAllocator, eviction_policy: str = "lru") -> None:
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        eviction_policy: str = "lru",
+        node_tokens: int = NODE_TOKENS,
+    ) -> None:
         self.page_size = allocator.page_size
         self.eviction_policy = eviction_policy
         self.evictable_tokens = 0
         self.protected_tokens = 0
+        self.tree = RadixTree(allocator.page_size, node_tokens)
+        self.order = EvictionOrder()
+        self.written: dict[int, list[tuple[Node, int]]] = {}  # by step: from where, node and token
         self._allocator = allocator
-        self._page_bytes = allocator.page_size * TOKEN_BYTES
-        self._roots: dict[bytes, Node] = {}
-        self._heap: list[tuple[tuple[int, int], int, Node]] = []
         self._tick = 0
 
     # Look-up
 
-    def match(self, namespace: str, key: bytes, max_tokens: int) -> PrefixMatch:
+    def match(
+        self, namespace: str, key: bytes, max_tokens: int, place: Place | None = None
+    ) -> PrefixMatch:
         """Longest cached prefix of `key` in whole pages, at most `max_tokens`; marks it as used.
 
-        Cost: one comparison of bytes and one dict look-up per node on the path.
+        Args:
+            place: where the same prompt's prefix ended when last looked up; moved. From it on, a
+                match costs one dict look-up and one comparison per node; nodes are bounded.
         """
-        path, partial, partial_bytes = self._walk(namespace, key, max_tokens)
-        if partial is not None:
-            path.append(self._split(partial, partial_bytes))
-        if not path:
+        place = place or Place()
+        self.tree.seek(place, namespace, key, max_tokens)
+        node = self.end_at(place)
+        if node is None:
             return NO_MATCH
-        self._use(path)
-        pages = array("i")
-        for node in path:
-            pages.extend(node.pages)
-        return PrefixMatch(len(pages) * self.page_size, pages, path[-1])
+        self._touch(node)
+        return PrefixMatch(place.tokens, node)
+
+    def end_at(self, place: Place) -> Node | None:
+        """The node that ends with what a true place says is cached; made by a split if need be.
+
+        Split before anyone locks it: a lock on half a node would walk another path when it is
+        dropped after somebody else's split."""
+        node = place.node
+        if node is not None and place.tokens < node.end:
+            node = place.node = self._split(node, place.tokens)
+        return node
 
     def match_length(self, namespace: str, key: bytes, max_tokens: int) -> int:
         """Tokens that `match` would find. Changes nothing."""
-        path, _, partial_bytes = self._walk(namespace, key, max_tokens)
-        return (sum(len(node.key) for node in path) + partial_bytes) // TOKEN_BYTES
+        place = Place()
+        self.tree.seek(place, namespace, key, max_tokens)
+        return place.tokens
 
-    def match_path(self, namespace: str, key: bytes, max_tokens: int) -> list[Node]:
-        """Nodes on the matched path, from the top; the last may match in part."""
-        path, partial, _ = self._walk(namespace, key, max_tokens)
-        return path if partial is None else [*path, partial]
-
-    def _walk(
-        self, namespace: str, key: bytes, max_tokens: int
-    ) -> tuple[list[Node], Node | None, int]:
-        """(nodes matched whole, the node matched in part or None, matched bytes of it)."""
-        path: list[Node] = []
-        node = self._roots.get(_root_key(namespace))
-        if node is None:
-            return path, None, 0
-        unit = self._page_bytes
-        end = min(len(key), max(max_tokens, 0) * TOKEN_BYTES) // unit * unit
-        at = 0
-        while at < end:
-            child = node.children.get(key[at : at + unit])
-            if child is None:
-                break
-            size = len(child.key)
-            if at + size > end or not key.startswith(child.key, at):
-                return path, child, self._common_bytes(child.key, key, at, end)
-            path.append(child)
-            node = child
-            at += size
-        return path, None, 0
-
-    def _common_bytes(self, run: bytes, key: bytes, at: int, end: int) -> int:
-        """Bytes of whole pages shared by `run` and key[at:end]; at least one page is."""
-        unit = self._page_bytes
-        low, high = 1, min(len(run), end - at) // unit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if key.startswith(run[: middle * unit], at):
-                low = middle
-            else:
-                high = middle - 1
-        return low * unit
-
-    def _use(self, path: list[Node]) -> None:
-        self._tick += 1
-        for node in path:
-            node.last_used = self._tick
-            node.hits += 1
+    def pages(self, node: Node | None, first: int, last: int) -> array[int]:
+        """Pages of the tokens from `first` to `last` of the prefix that ends in `node`."""
+        return array("i") if node is None else self.tree.pages(node, first, last)
 
     # Change
 
     def insert(
-        self, namespace: str, key: bytes, pages: array[int], step: int
-    ) -> tuple[int, PrefixMatch]:
-        """Adds a prefix of one or more whole pages. The tree takes over `pages` from the first new
-        one on.
+        self,
+        namespace: str,
+        key: bytes,
+        pages: array[int],
+        step: int,
+        below: Node | None = None,
+    ) -> tuple[int, Node]:
+        """Adds one or more whole pages. The tree takes over `pages` from the first new one on.
 
         Args:
+            key: bytes of their tokens.
             step: the launched step that wrote the newest of these tokens.
+            below: the end of the prefix that they continue, locked by the caller; None where they
+                begin the prompt.
 
-        Returns:
-            Tokens that were in the tree before, and the whole prefix as it now is in the tree:
-            for the tokens that were there the caller's pages are duplicates, still the caller's.
+        Returns: how many of these tokens were in the tree before, for which the caller's pages are
+            duplicates and still the caller's; and the node that ends with them all.
         """
-        path, partial, partial_bytes = self._walk(namespace, key, len(key) // TOKEN_BYTES)
-        if partial is not None:
-            path.append(self._split(partial, partial_bytes))
-        tree_pages = array("i")
-        for node in path:
-            tree_pages.extend(node.pages)
-        known = len(tree_pages)
-        if known < len(pages):
-            parent = path[-1] if path else self._root(namespace)
-            path.append(self._add_leaf(parent, key, pages, known, step))
-            tree_pages.extend(pages[known:])
-        self._use(path)
-        match = PrefixMatch(len(tree_pages) * self.page_size, tree_pages, path[-1])
-        return known * self.page_size, match
+        tree = self.tree
+        start = below or tree.root(namespace)
+        node, known = tree.descend(start, len(start.key), key, 0, len(key))
+        end = start.end + known // TOKEN_BYTES
+        if end < node.end:
+            node = self._split(node, end)
+        first = known // (self.page_size * TOKEN_BYTES)
+        if first < len(pages):
+            node = self._append(node, key[known:], pages[first:], step, mine=node is below)
+        self._touch(node)
+        return known // TOKEN_BYTES, node
 
-    def _root(self, namespace: str) -> Node:
-        name = _root_key(namespace)
-        root = self._roots.get(name)
-        if root is None:
-            root = self._roots[name] = Node(name, array("i"), None, -1)
-        return root
+    def _append(self, node: Node, key: bytes, pages: array[int], step: int, *, mine: bool) -> Node:
+        """Puts new pages behind `node`. Returns what ends with them.
 
-    def _add_leaf(self, parent: Node, key: bytes, pages: array[int], known: int, step: int) -> Node:
-        run = key[known * self._page_bytes :]
-        leaf = Node(run, pages[known:], parent, step)
+        Args:
+            mine: the caller's own prefix ends there.
+        """
+        at = node.end
         self._tick += 1
-        leaf.created = self._tick
-        parent.children[run[: self._page_bytes]] = leaf
-        self.evictable_tokens += len(leaf.pages) * self.page_size
-        self._push(leaf)
-        return leaf
+        in_place = self._may_grow(node, mine=mine)
+        end = self.tree.append(node, key, pages, self._tick, in_place=in_place)
+        grown = node.end - at
+        if node.locks:
+            self.protected_tokens += grown
+            grown = 0
+        self.evictable_tokens += len(pages) * self.page_size - (node.end - at) + grown
+        self._rerank(node)
+        if step > self._allocator.done_step:
+            self.written.setdefault(step, []).append((end, at))
+        return end
+
+    def _may_grow(self, node: Node, *, mine: bool) -> bool:
+        """Whether new pages may be appended to `node` itself: to a leaf where no other prefix ends,
+        and, where uses are counted, none ever did."""
+        if node.parent is None or node.children or node.locks != mine:
+            return False
+        return self.eviction_policy != "lfu" or node.hits <= mine
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cuts a node after `at` bytes; returns the new upper part."""
-        parent = node.parent
-        assert parent is not None
-        pages = at // self._page_bytes
-        upper = Node(node.key[:at], node.pages[:pages], parent, node.step)
-        upper.locks = node.locks
-        upper.last_used, upper.hits, upper.created = node.last_used, node.hits, node.created
-        parent.children[node.key[: self._page_bytes]] = upper
-        node.key, node.pages, node.parent = node.key[at:], node.pages[pages:], upper
-        upper.children[node.key[: self._page_bytes]] = node
+        """Cuts a node at a token of its prefix; returns the new upper part. What the node is worth
+        stays with its end."""
+        upper = self.tree.split(node, at)
+        upper.locks = 1 if node.locks else 0
         return upper
 
     # Locks
@@ -238,11 +183,13 @@ class RadixCache:
     def lock(self, node: Node | None) -> None:
         """Keeps the path from the root to `node`, itself included, from eviction."""
         while node is not None and node.parent is not None:
-            if not node.locks:
-                size = len(node.pages) * self.page_size
-                self.evictable_tokens -= size
-                self.protected_tokens += size
             node.locks += 1
+            if node.locks > 1:
+                return
+            tokens = len(node.pages) * self.page_size
+            self.evictable_tokens -= tokens
+            self.protected_tokens += tokens
+            self._rerank(node)
             node = node.parent
 
     def unlock(self, node: Node | None) -> None:
@@ -251,45 +198,76 @@ class RadixCache:
             if not node.locks:
                 raise InvariantError("unlock of a node that holds no lock")
             node.locks -= 1
-            if not node.locks:
-                self._unlocked(node)
+            if node.locks:
+                return
+            tokens = len(node.pages) * self.page_size
+            self.protected_tokens -= tokens
+            if node.dead:
+                self._give_back(node)
+            else:
+                self.evictable_tokens += tokens
+                self._rerank(node)
             node = node.parent
 
-    def _unlocked(self, node: Node) -> None:
-        size = len(node.pages) * self.page_size
-        self.protected_tokens -= size
-        if node.dead:
-            self._allocator.free(node.pages)
-            node.pages = array("i")
-            return
-        self.evictable_tokens += size
-        if not node.children:
-            self._push(node)
+    def count_use(self, node: Node | None) -> None:
+        """Somebody was admitted with the prefix that ends in `node`, which it has locked."""
+        if node is not None:
+            node.hits += 1
 
-    # Eviction
+    def move_lock(self, before: Node | None, node: Node) -> None:
+        """A request's prefix ended in `before`, locked, and ends in `node` now: its lock and its
+        use go along."""
+        if node is before:
+            return
+        self.lock(node)
+        node.hits += 1
+        if before is not None:
+            before.hits -= 1
+        self.unlock(before)
+
+    # Worth
 
     def set_eviction_policy(self, eviction_policy: str) -> None:
         """Ranks by another policy from now on."""
         if eviction_policy == self.eviction_policy:
             return
         self.eviction_policy = eviction_policy
-        entries, self._heap = self._heap, []
-        for _, _, node in entries:
-            node.in_heap = False
-            self._push(node)
+        leaves = [node for _, node in self.order.ranked()]
+        self.order.clear()
+        for node in leaves:
+            node.rank = 0
+            self._rerank(node)
 
-    def _rank(self, node: Node) -> tuple[int, int]:
-        if self.eviction_policy == "lfu":
-            return node.hits, node.last_used
+    def rank_of(self, node: Node) -> int:
+        """What the end of a leaf is worth: its last use (lru), its uses before that (lfu), or its
+        age (fifo). Unique among leaves; never 0."""
         if self.eviction_policy == "fifo":
-            return node.created, 0
-        return node.last_used, 0
+            return node.pieces[-1][1]
+        if self.eviction_policy == "lfu":
+            return node.hits * _HIT + node.last_used
+        return node.last_used
 
-    def _push(self, node: Node) -> None:
-        if not node.in_heap:
-            node.in_heap = True
-            self._tick += 1
-            heapq.heappush(self._heap, (self._rank(node), self._tick, node))
+    def _touch(self, node: Node) -> None:
+        self._tick += 1
+        node.last_used = self._tick
+        if not node.locks:
+            self._rerank(node)
+
+    def _rerank(self, node: Node) -> None:
+        """Puts a node where it belongs in the order of eviction: unlocked leaves only."""
+        if node.rank:
+            self.order.remove(node.rank)
+            node.rank = 0
+        if not (node.locks or node.children or node.dead or node.parent is None):
+            node.rank = self.rank_of(node)
+            self.order.add(node.rank, node)
+
+    def _inherit(self, parent: Node, node: Node) -> None:
+        """A node goes; its parent was used whenever it was."""
+        parent.last_used = max(parent.last_used, node.last_used)
+        parent.hits += node.hits
+
+    # Eviction
 
     def evict(self, pages: int) -> int:
         """Frees `pages` pages of unlocked prefixes, the least valuable first, from their ends.
@@ -297,97 +275,101 @@ class RadixCache:
         Returns: pages freed; fewer than asked for only when nothing evictable is left.
         """
         freed = 0
-        while freed < pages and self._heap:
-            rank, _, node = heapq.heappop(self._heap)
-            node.in_heap = False
-            if node.locks or node.children or node.dead or not node.pages:
-                continue
-            if self._rank(node) != rank:
-                self._push(node)
-                continue
-            freed += self._evict_tail(node, pages - freed)
+        while freed < pages:
+            leaf = self.order.first()
+            if leaf is None:
+                break
+            count = min(pages - freed, self.tree.last_piece(leaf))
+            self._evict_tail(leaf, count)
+            freed += count
         return freed
 
-    def _evict_tail(self, leaf: Node, pages: int) -> int:
-        count = min(pages, len(leaf.pages))
-        keep = len(leaf.pages) - count
-        self._allocator.free(leaf.pages[keep:])
+    def _evict_tail(self, leaf: Node, count: int) -> None:
         self.evictable_tokens -= count * self.page_size
-        if keep:
-            leaf.pages = leaf.pages[:keep]
-            leaf.key = leaf.key[: keep * self._page_bytes]
-            self._push(leaf)
-        else:
-            self._detach(leaf)
-        return count
-
-    def _detach(self, leaf: Node) -> None:
-        parent = leaf.parent
-        assert parent is not None
-        del parent.children[leaf.key[: self._page_bytes]]
-        leaf.key, leaf.pages = b"", array("i")
-        self._lost_child(parent)
-
-    def _lost_child(self, parent: Node) -> None:
-        if parent.children:
+        if count < len(leaf.pages):
+            self._allocator.free(self.tree.trim(leaf, count))
+            self._rerank(leaf)
             return
-        if parent.parent is None:
-            # One salt per user must not leave one root per user behind.
-            del self._roots[parent.key]
-        elif not parent.locks:
-            self._push(parent)
+        self.order.remove(leaf.rank)
+        leaf.rank = 0
+        parent = self.tree.detach(leaf)
+        self._give_back(leaf)
+        self._inherit(parent, leaf)
+        if len(parent.children) == 1:
+            self._join(parent, leaf)
+        else:
+            self._rerank(parent)
+
+    def _join(self, upper: Node, evicted: Node) -> None:
+        """Makes a node and the only child that it has left one, unless somebody holds it or they
+        are worth so different that they would be evicted apart."""
+        (node,) = upper.children.values()
+        if upper.parent is None or upper.locks:
+            return
+        if len(upper.pages) + len(node.pages) > self.tree.node_pages:
+            return
+        if self.eviction_policy == "lfu" and upper.hits:
+            return
+        # What is below was used later than what was evicted first.
+        last_used = max(node.last_used, evicted.last_used)
+        if self.eviction_policy == "lru" and upper.last_used > last_used:
+            return
+        self.tree.join(upper, node)
+        self._inherit(node, upper)
+        self._rerank(node)
+
+    def _give_back(self, node: Node) -> None:
+        """Frees all pages of a node that is out of the tree, its last piece first."""
+        size = self.page_size
+        for start, _ in reversed(node.pieces):
+            first = (start - node.start) // size
+            self._allocator.free(node.pages[first:])
+            del node.pages[first:]
+        node.key = bytearray()
 
     def flush(self) -> None:
         """Drops every prefix. Nothing may be locked."""
         if self.protected_tokens:
             raise InvariantError(f"flush with {self.protected_tokens} locked tokens")
-        for node in self.nodes():
+        for node in self.tree.nodes():
             self._allocator.free(node.pages)
-        self._roots.clear()
-        self._heap.clear()
+        self.tree.clear()
+        self.order.clear()
+        self.written.clear()
         self.evictable_tokens = 0
+
+    # Steps
+
+    def written_for_good(self, step: int) -> None:
+        """`step` is committed: what it wrote will not be dropped."""
+        self.written.pop(step, None)
 
     def drop_written_by(self, step: int) -> None:
         """Takes what `step` wrote out of the tree, with all that hangs below it. Locked parts keep
         their pages until the last lock goes."""
-        for node in [n for n in self.nodes() if n.step == step and not n.dead]:
-            parent = node.parent
-            if node.dead or parent is None:
-                continue
-            del parent.children[node.key[: self._page_bytes]]
-            for below in [node, *_descendants(node)]:
-                self._kill(below)
-            self._lost_child(parent)
+        for node, position in self.written.pop(step, ()):
+            while position < node.start:  # split, or a chain, since
+                assert node.parent is not None
+                node = node.parent
+            if not node.dead and position < node.end:
+                self._drop(node, position)
 
-    def _kill(self, node: Node) -> None:
-        node.dead = True
-        if not node.locks:
-            self.evictable_tokens -= len(node.pages) * self.page_size
-            self._allocator.free(node.pages)
-            node.pages = array("i")
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node of the tree, roots left out. For recounts and rare sweeps."""
-        for root in self._roots.values():
-            yield from _descendants(root)
-
-
-def _root_key(namespace: str) -> bytes:
-    return namespace.encode("utf-8", "surrogatepass")
-
-
-def _descendants(node: Node) -> Iterator[Node]:
-    stack = list(node.children.values())
-    while stack:
-        below = stack.pop()
-        yield below
-        stack.extend(below.children.values())
+    def _drop(self, node: Node, position: int) -> None:
+        """Kills what is behind `position` tokens of a node's prefix."""
+        if position > node.start:
+            self._split(node, position)
+        dropped = [node, *descendants(node)]
+        parent = self.tree.detach(node)
+        for below in dropped:
+            below.dead = True
+            self._rerank(below)
+            self._inherit(parent, below)
+            if not below.locks:
+                self.evictable_tokens -= len(below.pages) * self.page_size
+                self._give_back(below)
+        self._rerank(parent)
 
 
 def is_dead(node: Node | None) -> bool:
     """Whether the path to `node` leads through KV that a failed step wrote."""
-    while node is not None:
-        if node.dead:
-            return True
-        node = node.parent
-    return False
+    return node is not None and node.dead

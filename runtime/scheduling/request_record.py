@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from runtime.scheduling.radix_tree import Place
+
 if TYPE_CHECKING:
-    from runtime.scheduling.radix_cache import Node
+    from runtime.scheduling.radix_tree import Node
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +22,7 @@ class RequestRecord:
         arrival_clocks: totals of the wait clocks when it began to wait.
         arrival_tokens: tokens the server had computed when it arrived (hrrn).
         waiting_since_s: when it arrived or was retracted; started_s: when it was last admitted.
+        place: how far it is cached, as of the last look.
         node: end of its locked prefix in the radix cache.
         tree_tokens: leading tokens whose pages belong to the radix cache.
         target: tokens to have KV before it can sample: input and outputs at admission.
@@ -38,6 +41,7 @@ class RequestRecord:
     arrival_tokens: int = 0
     waiting_since_s: float = 0.0
     started_s: float | None = None
+    place: Place = field(default_factory=Place)
     node: Node | None = None
     tree_tokens: int = 0
     target: int = 0

@@ -23,7 +23,7 @@ from runtime.scheduling.batch_builder import build_batch
 from runtime.scheduling.decode_memory import DecodeMemory
 from runtime.scheduling.inspection import debug_record, take_statistics
 from runtime.scheduling.intake import make_places, make_record, resolve_max_new_tokens
-from runtime.scheduling.invariants import check_books
+from runtime.scheduling.invariants import check_books, recount
 from runtime.scheduling.kv_memory import KVMemory
 from runtime.scheduling.lifecycle import InFlight, Lifecycle
 from runtime.scheduling.new_token_ratio import NewTokenRatio
@@ -33,7 +33,7 @@ from runtime.scheduling.step_results import apply_results
 from runtime.scheduling.wait_clocks import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from runtime.config import SchedulerConfig
     from runtime.request import Request
@@ -89,7 +89,8 @@ class Scheduler:
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
         self._next_seq = 0
         self._next_step = 0
-        self._idle_checked = True
+        self._recounted = True
+        self._recount: Iterator[None] | None = None  # under way
         self._invariant_error: str | None = None
 
     # Requests
@@ -130,6 +131,7 @@ class Scheduler:
             self._next_seq += 1
             request.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]
             life.add(request, now)
+        self._books_change()
         self.counters.displaced += len(displaced)
         return [self._end(*pair) for pair in displaced]
 
@@ -217,7 +219,6 @@ class Scheduler:
         whose prompt is complete joins it."""
         life, counters = self._life, self.counters
         self._next_step += 1
-        self._idle_checked = False
         life.inflight.append(InFlight(batch))
         counters.count_step(batch)
         if batch.num_decode:
@@ -237,17 +238,6 @@ class Scheduler:
         else:
             plan.reason = "idle"
             self._ratio.reset()
-            self._check_when_idle()
-
-    def _check_when_idle(self) -> None:
-        # A wrong book is reported, and does not end a server that can go on.
-        if self._idle_checked:
-            return
-        self._idle_checked = True
-        try:
-            self.check()
-        except InvariantError as error:
-            self._invariant_error = str(error)
 
     # Memory for the running rows, and for those of higher priority
 
@@ -294,6 +284,7 @@ class Scheduler:
         Returns: news per request, in batch order, for those still alive.
         """
         flight = self._take_flight(batch)
+        self.memory.cache.written_for_good(batch.step)
         self._admission.sizer.observe(batch, output.device_s)
         outputs, ended = apply_results(batch, output)
         self.counters.output_tokens += len(outputs)
@@ -357,6 +348,7 @@ class Scheduler:
             if name in _FIXED_OPTIONS:
                 raise ConfigError(f"{name} cannot be changed while serving")
         self.config = replace(self.config, **changes)
+        self._books_change()
         self.memory.cache.set_eviction_policy(self.config.eviction_policy)
         self._life.configure(self.config)
         self._admission.configure(self.config)
@@ -368,6 +360,7 @@ class Scheduler:
         if self.has_unfinished:
             return False
         self.memory.cache.flush()
+        self._books_change()
         return True
 
     def statistics(self) -> SchedulerStatistics:
@@ -401,3 +394,28 @@ class Scheduler:
         leaving = [request for flight in life.inflight for request in flight.leaving]
         launched = [flight.batch for flight in life.inflight]
         check_books(self.memory, [*life.live.values(), *leaving], launched)
+
+    def check_some(self) -> bool:
+        """When idle, recounts for a fraction of a millisecond; decides nothing, and changes nothing
+        but `invariant_error`. To be called whenever there is nothing else to do.
+
+        Returns: whether more is left to recount.
+        """
+        if self.has_unfinished or self._recounted:
+            return False
+        if self._recount is None:
+            self._recount = recount(self.memory, (), ())
+        try:
+            next(self._recount)
+        except StopIteration:
+            self._recounted = True
+        except InvariantError as error:
+            # A wrong book is reported, and does not end a server that can go on.
+            self._recounted = True
+            self._invariant_error = str(error)
+        return not self._recounted
+
+    def _books_change(self) -> None:
+        """A recount under way is worth nothing any more."""
+        self._recounted = False
+        self._recount = None

@@ -252,6 +252,10 @@ class Engine:
         if self.scheduler.has_unfinished:
             await self._wake.wait(POLL_SECONDS)
             return
+        while self.scheduler.check_some():
+            await asyncio.sleep(0)
+            if self._wake.event.is_set():  # what comes meanwhile goes first
+                return
         broken = self.scheduler.statistics().invariant_error
         if broken is not None and broken != self._broken:
             self._broken = broken

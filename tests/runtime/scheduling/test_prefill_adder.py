@@ -10,7 +10,8 @@ import pytest
 from runtime.errors import ConfigError
 from runtime.request import Request
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
-from runtime.scheduling.radix_cache import NO_MATCH, Node, PrefixMatch
+from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch
+from runtime.scheduling.radix_tree import Node
 from runtime.scheduling.request_record import RequestRecord
 from runtime.scheduling.wait_clocks import Reason
 from tests.runtime.scheduling.scheduler_harness import config, request
@@ -149,10 +150,10 @@ def test_a_chunk_below_two_pages_is_refused_at_start() -> None:
 
 def test_the_lock_on_a_prefix_takes_it_out_of_what_is_available() -> None:
     # 60 of the 160 available tokens are the prefix itself: 100 + 20 + 1 do not fit the rest.
-    node = Node(b"", array("i"), None, 0)
+    node = Node(None, 0, bytearray(), array("i"))
     memory = FakeMemory(160, prefix_tokens=60)
     step = adder(memory=memory)
-    match = PrefixMatch(60, array("i", range(60)), node)
+    match = PrefixMatch(60, node)
     assert step.add(waiting(160, 20), match) is Verdict.NO_TOKEN
     assert not step.admitted
     assert memory.available_tokens == 160, "the lock of a refused request is dropped"

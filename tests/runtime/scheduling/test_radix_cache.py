@@ -9,7 +9,8 @@ import pytest
 
 from runtime.errors import InvariantError
 from runtime.scheduling.page_allocator import PageAllocator
-from runtime.scheduling.radix_cache import Node, PrefixMatch, RadixCache, is_dead
+from runtime.scheduling.radix_cache import PrefixMatch, RadixCache, is_dead
+from runtime.scheduling.radix_tree import Node
 
 
 class Tree:
@@ -25,27 +26,38 @@ class Tree:
         whole = len(tokens) // self.size
         pages = self.allocator.allocate_pages(whole)
         key = array("i", tokens[: whole * self.size]).tobytes()
-        known, match = self.cache.insert(namespace, key, pages, step)
+        known, node = self.cache.insert(namespace, key, pages, step)
         self.allocator.free(pages[: known // self.size])
-        return match
+        return PrefixMatch(whole * self.size, node)
+
+    def pages(self, match: PrefixMatch) -> list[int]:
+        return list(self.cache.pages(match.node, 0, match.tokens))
 
     def match(self, tokens: list[int], namespace: str = "") -> PrefixMatch:
         return self.cache.match(namespace, array("i", tokens).tobytes(), len(tokens))
+
+    def admit(self, tokens: list[int], namespace: str = "") -> PrefixMatch:
+        """A request starts from what is cached of `tokens`, and ends."""
+        match = self.match(tokens, namespace)
+        self.cache.lock(match.node)
+        self.cache.count_use(match.node)
+        self.cache.unlock(match.node)
+        return match
 
     def match_length(self, tokens: list[int]) -> int:
         return self.cache.match_length("", array("i", tokens).tobytes(), len(tokens))
 
     def check(self) -> None:
         """Counts of pages and locks, from scratch."""
-        pages = [page for node in self.cache.nodes() for page in node.pages]
-        free = self.allocator.snapshot()[0]
+        pages = [page for node in self.cache.tree.nodes() for page in node.pages]
+        free = [page for part in self.allocator.free_slices(64) for page in part]
         assert len(set(pages)) == len(pages), "a page in two nodes"
         assert sorted([*pages, *free]) == list(range(1, self.allocator.num_pages))
-        unlocked = sum(len(node.pages) for node in self.cache.nodes() if not node.locks)
+        unlocked = sum(len(node.pages) for node in self.cache.tree.nodes() if not node.locks)
         assert self.cache.evictable_tokens == unlocked * self.size
         assert self.cache.protected_tokens == (len(pages) - unlocked) * self.size
-        for node in self.cache.nodes():
-            assert node.locks >= max((child.locks for child in node.children.values()), default=0)
+        for node in self.cache.tree.nodes():
+            assert node.locks >= sum(child.locks > 0 for child in node.children.values())
 
 
 def numbers(count: int, base: int = 0) -> list[int]:
@@ -110,13 +122,13 @@ def test_a_split_keeps_the_locks_on_both_parts() -> None:
 
 def test_insertion_tells_which_pages_are_duplicates() -> None:
     tree = Tree(page_size=4)
-    first = tree.insert(numbers(16))
+    first = tree.pages(tree.insert(numbers(16)))
     pages = tree.allocator.allocate_pages(6)
     key = array("i", numbers(24)).tobytes()
-    known, match = tree.cache.insert("", key, pages, 1)
+    known, node = tree.cache.insert("", key, pages, 1)
     assert known == 16
-    assert match.pages[:4] == first.pages
-    assert match.pages[4:] == pages[4:]
+    assert list(tree.cache.pages(node, 0, 24)) == [*first, *pages[4:]]
+    assert tree.cache.pages(node, 12, 20) == array("i", [first[3], pages[4]])
 
 
 def test_only_whole_pages_match_and_never_beyond_the_limit() -> None:
@@ -132,9 +144,9 @@ def test_only_whole_pages_match_and_never_beyond_the_limit() -> None:
 def test_looking_up_a_length_changes_nothing() -> None:
     tree = Tree()
     tree.insert(numbers(100))
-    before = [(node.key, node.last_used) for node in tree.cache.nodes()]
+    before = [(node.key, node.last_used) for node in tree.cache.tree.nodes()]
     assert tree.match_length(numbers(40)) == 40
-    assert [(node.key, node.last_used) for node in tree.cache.nodes()] == before
+    assert [(node.key, node.last_used) for node in tree.cache.tree.nodes()] == before
 
 
 def test_namespaces_share_nothing_and_leave_nothing_behind() -> None:
@@ -144,7 +156,7 @@ def test_namespaces_share_nothing_and_leave_nothing_behind() -> None:
     assert tree.match(numbers(10), "").tokens == 0
     assert tree.match(numbers(10), "alice").tokens == 10
     tree.cache.evict(1000)
-    assert not tree.cache._roots
+    assert not tree.cache.tree.roots
     tree.check()
 
 
@@ -157,7 +169,7 @@ def test_eviction_order(policy: str, survivor: str) -> None:
     for name in "abc":
         tree.insert(prompts[name])
     for name in "bbbca":
-        tree.match(prompts[name])
+        tree.admit(prompts[name])
     tree.cache.evict(20)
     assert [name for name in "abc" if tree.match(prompts[name]).tokens] == [survivor]
 

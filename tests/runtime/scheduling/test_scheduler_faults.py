@@ -344,7 +344,8 @@ def test_a_failed_recount_when_idle_is_reported_and_serving_goes_on() -> None:
     driver.scheduler.memory.cache.evictable_tokens += 1
     driver.add(request("s", 5, 2))
     driver.run()
-    driver.step()
+    while driver.scheduler.check_some():
+        pass
     error = driver.scheduler.statistics().invariant_error
     assert error is not None
     assert "evictable" in error
