@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+from itertools import islice
 from typing import Any
 
 
@@ -31,12 +33,30 @@ class InvalidRequest(LoomserveError):
         self.code = code
 
 
-_SHOWN_CHARACTERS = 40
+_SHOWN_CHARACTERS = 80
+
+
+class _Short(reprlib.Repr):
+    """repr that looks at the first few items alone, however many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxdict = 3, 8, 8
+        self.maxstring = self.maxother = self.maxlong = _SHOWN_CHARACTERS
+
+    def repr_str(self, value: str, level: int) -> str:
+        return repr(value if len(value) <= self.maxstring else value[: self.maxstring] + "...")
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(value.items(), self.maxdict + 1)), level)
+
+
+_short = _Short()
 
 
 def shown(value: Any) -> str:
-    """A value as error messages show it, cut short."""
-    text = repr(value)
+    """A value as error messages show it, cut short before it is written out."""
+    text = _short.repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 

@@ -26,6 +26,7 @@ from server.api import (
     responses,
     tokens,
 )
+from server.api.incoming import IGNORED, IGNORED_HEADER
 from server.api.messages_answer import anthropic_error
 from server.http.errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
 from server.service import REQUEST_ID, SERVICE, Service, json_response
@@ -167,6 +168,8 @@ def _check_key(request: web.Request, key: str | None) -> None:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Headers of every answer, streams included: the request's id, and CORS where it is on."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    if IGNORED in request:
+        response.headers[IGNORED_HEADER] = request[IGNORED]
     origins = request.app[SERVICE].config.cors_allow_origins
     origin = request.headers.get("Origin")
     if not origins or origin is None:
@@ -180,4 +183,6 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     else:
         return
     response.headers.update(_CORS_HEADERS)
-    response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+    response.headers["Access-Control-Expose-Headers"] = (
+        f"X-Request-Id, Retry-After, {IGNORED_HEADER}"
+    )

@@ -73,6 +73,9 @@ class ServerConfig:
         "", "origins that browsers may call from, comma separated; * for any"
     )
     max_body_bytes: int = option(32 * 2**20, "larger request bodies get 413")
+    strict_fields: bool = option(
+        False, "refuse request fields that nobody reads, instead of naming them in a header"
+    )
     max_logprobs: int = option(20, "alternatives per token that a request may ask for")
     max_n: int = option(128, "choices, and prompts, that one request may ask for")
     max_connections: int = option(4096, "open connections; further ones get 503")

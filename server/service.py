@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from runtime.errors import InvalidRequest
-
 if TYPE_CHECKING:
     from server.args import ServerConfig
     from server.formats.model_format import ModelFormat
@@ -52,17 +50,6 @@ REQUEST_ID = web.RequestKey("request_id", str)  # the client's, or the server's
 def new_id(prefix: str) -> str:
     """An id of the server's own making, such as chatcmpl-0f3a..."""
     return f"{prefix}-{secrets.token_hex(16)}"
-
-
-async def read_json(request: web.Request) -> Any:
-    """The body as JSON.
-
-    Raises: InvalidRequest: it is none. web.HTTPRequestEntityTooLarge: it is over the limit.
-    """
-    try:
-        return orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"body: is not valid JSON: {error}") from None
 
 
 def json_response(data: Any, status: int = 200) -> web.Response:

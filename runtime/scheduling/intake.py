@@ -51,6 +51,14 @@ def resolve_max_new_tokens(
         )
     if given is not None:
         return given
+    return room_for_output(
+        inputs, context_length=context_length, usable_tokens=usable_tokens, page_size=page_size
+    )
+
+
+def room_for_output(inputs: int, *, context_length: int, usable_tokens: int, page_size: int) -> int:
+    """Output tokens that context and pool leave after so many inputs; below 1: it does not fit."""
+    rounded = -(-inputs // page_size) * page_size
     spare = usable_tokens - kv_need(rounded, 0, page_size) - 1
     return min(context_length - inputs, spare)
 

@@ -22,7 +22,12 @@ from runtime.scheduling.admission import Admission
 from runtime.scheduling.batch_builder import build_batch
 from runtime.scheduling.decode_memory import DecodeMemory
 from runtime.scheduling.inspection import debug_record, take_statistics
-from runtime.scheduling.intake import make_places, make_record, resolve_max_new_tokens
+from runtime.scheduling.intake import (
+    make_places,
+    make_record,
+    resolve_max_new_tokens,
+    room_for_output,
+)
 from runtime.scheduling.invariants import check_books, recount
 from runtime.scheduling.kv_memory import KVMemory
 from runtime.scheduling.lifecycle import InFlight, Lifecycle
@@ -134,6 +139,15 @@ class Scheduler:
         self._books_change()
         self.counters.displaced += len(displaced)
         return [self._end(*pair) for pair in displaced]
+
+    def room_for_output(self, inputs: int) -> int:
+        """Output tokens that a request with so many inputs may have; below 1: it cannot fit."""
+        return room_for_output(
+            inputs,
+            context_length=self.config.context_length,
+            usable_tokens=self.memory.capacity_tokens,
+            page_size=self.config.page_size,
+        )
 
     def abort(self, request_id: str, message: str | None = None) -> bool:
         """Records that a request is to end; the next plan ends it and gives its last output.

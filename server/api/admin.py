@@ -11,11 +11,13 @@ from aiohttp import web
 
 from runtime.errors import EngineDead, InvalidRequest
 from runtime.request import SamplingParams
-from server.api.body_fields import BodyFields
+from server.api.fields import Body, served
+from server.api.incoming import read_body
+from server.api.kinds import Boolean, Text
 from server.args import public_options
 from server.generation.params import GenerationParams
 from server.http.errors import Draining
-from server.service import SERVICE, json_response, new_id, read_json
+from server.service import SERVICE, json_response, new_id
 
 HEALTH_GENERATE_SECONDS = 20.0
 
@@ -54,14 +56,24 @@ async def metrics(request: web.Request) -> web.Response:
     )
 
 
+class AbortBody(Body):
+    """The body of /abort_request."""
+
+    request_id = served(
+        Text(),
+        "end what has this id: the server's, or one that a client gave",
+        names=("rid", "request_id"),
+    )
+    abort_all = served(Boolean(), "end everything", default=False)
+
+    one_of = ("request_id", "abort_all")
+
+
 async def abort_request(request: web.Request) -> web.Response:
     """POST /abort_request: {"rid": ID} or {"abort_all": true}. An unknown id is no error."""
-    service = request.app[SERVICE]
-    fields = BodyFields(await read_json(request))
-    name = fields.string("rid") or fields.string("request_id")
-    if name is None and not fields.boolean("abort_all"):
-        raise InvalidRequest('rid: must be given, or "abort_all": true', param="rid")
-    return json_response({"aborted": service.generator.abort(name)})
+    body = await read_body(request, AbortBody)
+    generator = request.app[SERVICE].generator
+    return json_response({"aborted": generator.abort(body.request_id or None)})
 
 
 async def flush_cache(request: web.Request) -> web.Response:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import html
-import json
-from functools import cache
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from server.api.admin import version
+from server.api.field_table import rows_of
+from server.api.fields import inner_bodies
+from server.api.openapi import BODIES, DESCRIPTION, document
 from server.api.openapi import ROUTES as DESCRIBED
-from server.api.openapi import document
-from server.api.openapi_schemas import REQUESTS
-from server.service import json_response
+from server.service import SERVICE, json_response
 
 if TYPE_CHECKING:
+    from server.api.fields import Body
     from server.api.openapi import Route
-    from server.api.openapi_schemas import Schema
+    from server.generation.params import ApiLimits
 
 
 async def openapi_json(request: web.Request) -> web.Response:
     """GET /openapi.json."""
-    return json_response(document(version()))
+    return json_response(document(version(), request.app[SERVICE].limits))
 
 
 async def docs(request: web.Request) -> web.Response:
     """GET /docs."""
-    return web.Response(text=docs_page(version()), content_type="text/html")
+    page = docs_page(version(), request.app[SERVICE].limits)
+    return web.Response(text=page, content_type="text/html")
 
 
 _STYLE = """
@@ -42,56 +43,37 @@ table { border-collapse: collapse } td, th { text-align: left; padding: .15rem 1
 """
 
 
-@cache
-def docs_page(version: str) -> str:
+def docs_page(number: str, limits: ApiLimits) -> str:
     """The description as a page that loads nothing from elsewhere."""
-    described = document(version)
-    sections = "\n".join(_section(route) for route in DESCRIBED)
+    sections = [_section(route, limits) for route in DESCRIBED]
+    inner = [
+        f"<h2><code>{name}</code></h2>{_table(body, limits)}"
+        for name, body in inner_bodies(*BODIES).items()
+    ]
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width'>"
-        f"<title>loomserve {html.escape(version)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>loomserve {html.escape(version)}</h1>"
-        f"<p>{html.escape(described['info']['description'])} The same as data:"
+        f"<title>loomserve {html.escape(number)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>loomserve {html.escape(number)}</h1>"
+        f"<p>{html.escape(DESCRIPTION)} The same as data:"
         " <a href='openapi.json'>openapi.json</a>.</p>"
-        f"{sections}</body></html>"
+        f"{''.join(sections)}<h1>Objects in bodies</h1>{''.join(inner)}</body></html>"
     )
 
 
-def _section(route: Route) -> str:
+def _section(route: Route, limits: ApiLimits) -> str:
     title = f"<h2><span class='method'>{route.method}</span> <code>{route.path}</code></h2>"
     text = f"<p>{html.escape(route.summary)}.{' Can be streamed.' if route.streams else ''}</p>"
-    if route.request is None:
-        return title + text
-    schema = REQUESTS[route.request]
+    return title + text + (_table(route.request, limits) if route.request is not None else "")
+
+
+def _table(body: type[Body], limits: ApiLimits) -> str:
     rows = "".join(
-        f"<tr><th><code>{name}</code>{' *' if name in schema['required'] else ''}</th>"
-        f"<td>{_told(value)}</td></tr>"
-        for name, value in schema["properties"].items()
+        f"<tr><th><code>{html.escape(row.name)}</code></th><td>{html.escape(row.allowed)}</td>"
+        f"<td>{html.escape(row.default)}</td><td>{html.escape(row.meaning)}</td></tr>"
+        for row in rows_of(body, limits)
     )
-    return f"{title}{text}<table>{rows}</table>"
-
-
-def _told(schema: Schema) -> str:
-    """A field's schema in a few words."""
-    arms = [arm for arm in schema.get("anyOf", ()) if arm.get("type") != "null"]
-    if arms:
-        return " or ".join(_told(arm) for arm in arms)
-    if "$ref" in schema:
-        return html.escape(schema["$ref"].rpartition("/")[2])
-    parts = []
-    if "enum" in schema:
-        parts.append(", ".join(map(json.dumps, schema["enum"])))
-    elif schema.get("type") == "array":
-        parts.append(f"list of {_told(schema['items'])}")
-    else:
-        kinds = schema.get("type", "anything")
-        parts.append(kinds if isinstance(kinds, str) else " or ".join(kinds))
-    for key, word in (("minimum", "from"), ("maximum", "to"), ("exclusiveMinimum", "above")):
-        if key in schema:
-            parts.append(f"{word} {schema[key]}")
-    told = html.escape(" ".join(parts))
-    return f"{told}: {html.escape(schema['description'])}" if "description" in schema else told
+    return f"<table>{rows}</table>"
 
 
 ROUTES = [web.get("/openapi.json", openapi_json), web.get("/docs", docs)]

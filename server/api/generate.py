@@ -8,94 +8,166 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from runtime.errors import InvalidRequest, wrong
-from server.api.body_fields import BodyFields, check_token_ids
-from server.api.completions import CompletionRequest, encode_prompts
+from runtime.errors import wrong
+from server.api.completions import encode_prompts
 from server.api.delivery import send
-from server.api.sampling_fields import check_model, generation_params
+from server.api.fields import Record, ignored, refused, served
+from server.api.grammar_fields import GrammarFields
+from server.api.incoming import read_body, read_value
+from server.api.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, Text, TokenIds, resolved
+from server.api.request_fields import RequestFields, generation_params
+from server.api.sampling_fields import SamplingFields
 from server.http.sse import DONE, event
-from server.service import REQUEST_ID, SERVICE, new_id, read_json
+from server.service import REQUEST_ID, SERVICE, new_id
 
 if TYPE_CHECKING:
     from runtime.request import Finish, TokenLogprobs
+    from server.api.json_schema import Schema
+    from server.api.kinds import Reading
     from server.generation.generator import Generation
-    from server.generation.params import ApiLimits
+    from server.generation.params import ApiLimits, GenerationParams
     from server.generation.streams import Delta
     from server.http.errors import ErrorAnswer
 
-# Names of sampling_params, by the names that the other endpoints have for them.
-NAMES = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-    "include_stop_str_in_output": "no_stop_trim",
-}
 DEFAULT_NEW_TOKENS = 128
+
+
+class OneOrMany(Kind["tuple[list[Any], bool]"]):
+    """A prompt, or a list of prompts. Read as the list, and whether there was one."""
+
+    json_types = (str, list)
+
+    def __init__(self, one: Kind[Any], of: str) -> None:
+        self.one, self.of = one, of
+
+    def read(self, value: Any, where: str, reading: Reading) -> tuple[list[Any], bool]:
+        single = isinstance(value, str) or (
+            isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+        )
+        prompts = [value] if single else value
+        most = resolved(MAX_N, reading.limits)
+        if not isinstance(prompts, list) or not 0 < len(prompts) <= most:
+            raise self.wrong(value, where, reading)
+        for index, prompt in enumerate(prompts):
+            if type(prompt) not in self.one.json_types:
+                raise wrong(f"{where}[{index}]", prompt, self.of)
+            self.one.read(prompt, f"{where}[{index}]", reading)
+        return prompts, single
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        return f"{self.of}, or a list of 1 to {resolved(MAX_N, limits)} of them"
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        one = self.one.schema(limits)
+        most = resolved(MAX_N, limits)
+        return {"anyOf": [one, {"type": "array", "items": one, "minItems": 1, "maxItems": most}]}
+
+
+class NativeSampling(SamplingFields, GrammarFields):
+    """`sampling_params` of /generate: the fields of other endpoints, some by SGLang's names."""
+
+    max_new_tokens = served(
+        Integer(1),
+        f"tokens of an answer at most; else the model's default, or {DEFAULT_NEW_TOKENS}",
+    )
+    min_tokens = served(
+        SamplingFields.min_tokens.kind,
+        SamplingFields.min_tokens.meaning,
+        default=0,
+        names=("min_new_tokens",),
+    )
+    seed = served(SamplingFields.seed.kind, SamplingFields.seed.meaning, names=("sampling_seed",))
+    include_stop_str_in_output = served(
+        Boolean(),
+        SamplingFields.include_stop_str_in_output.meaning,
+        default=False,
+        names=("no_stop_trim",),
+    )
+    n = served(Integer(1, MAX_N), "answers to make", default=1)
+    unserved = ignored("every token is sent as it is made", "stream_interval")
+
+
+class GenerateBody(RequestFields):
+    """The body of /generate."""
+
+    text = served(OneOrMany(Text(), "a string"), "what to go on from")
+    input_ids = served(
+        OneOrMany(TokenIds(least=1), "a list of token ids"), "instead of text: its token ids"
+    )
+    sampling_params = served(Record(NativeSampling), "how tokens are picked, and where to end")
+    return_logprob = served(Boolean(), "tokens have their log-probabilities", default=False)
+    top_logprobs_num = served(
+        Integer(0, MAX_LOGPROBS), "also those of so many likeliest tokens", default=0
+    )
+    logprob_start_len = served(
+        Integer(-1),
+        "0 scores the prompt too; SGLang scores from a position on, here it is whole or not at all",
+        default=-1,
+    )
+    unserved = (
+        *refused(
+            "log-probabilities are told by token ids, in lists",
+            "return_flat_raw_top_logprobs",
+            "return_flat_raw_top_logprobs_b64",
+            "return_text_in_logprobs",
+        ),
+        *refused("the model reads text alone", "modalities", "multi_item_delimiter_indices"),
+        *refused("requests are answered while the client waits", "background"),
+        *ignored("the model reasons where its template says so", "require_reasoning"),
+        *ignored(
+            "for SGLang's own processes",
+            "http_worker_ipc",
+            "need_wait_for_mm_inputs",
+            "num_items_assigned",
+            "encoder_urls",
+            "return_bytes",
+        ),
+    )
+
+    one_of = ("text", "input_ids")
+
+    @property
+    def prompts(self) -> tuple[list[str | list[int]], bool]:
+        """The prompts, and whether there was one, not a list of them."""
+        given = self.input_ids if self.text is None else self.text
+        assert given is not None, "checked"
+        return given
+
+    def generation(self, sampling: NativeSampling, limits: ApiLimits) -> GenerationParams:
+        """What it asks of the generation core."""
+        logprobs = self.top_logprobs_num if self.return_logprob else None
+        params = generation_params(
+            self,
+            sampling,
+            limits,
+            sampling.max_new_tokens,
+            default_tokens=DEFAULT_NEW_TOKENS,
+            logprobs=logprobs,
+        )
+        scored = logprobs if self.logprob_start_len == 0 else None
+        return replace(
+            params,
+            sampling=replace(params.sampling, prompt_logprobs=scored),
+            n=sampling.n,
+            best_of=sampling.n,
+        )
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """POST /generate."""
     service = request.app[SERVICE]
-    body = await read_json(request)
-    wish, single = parse_generate(body, service.limits)
-    sampling = body.get("sampling_params") or {}
-    params = await service.model_format.constrained(wish.params, sampling, native=True)
-    prompts = await encode_prompts(wish, service.generator)
+    body = await read_body(request, GenerateBody)
+    sampling = body.sampling_params or read_value(NativeSampling, {}, service.limits)
+    params = await service.model_format.constrained(
+        body.generation(sampling, service.limits), sampling.rules()
+    )
+    given, single = body.prompts
+    prompts = await encode_prompts(given, service.generator)
     request_id = new_id("gen")
-    client_id = body["rid"] if isinstance(body.get("rid"), str) else request[REQUEST_ID]
+    client_id = body.request_id or request[REQUEST_ID]
     with service.generator.start(prompts, params, request_id, client_id) as generation:
-        return await send(request, generation, GenerateAnswer(request_id, generation, single))
-
-
-def parse_generate(body: Any, limits: ApiLimits) -> tuple[CompletionRequest, bool]:
-    """The request, and whether its answer is one object rather than a list.
-
-    Raises: InvalidRequest: a field that is wrong. ModelNotFound.
-    """
-    fields = BodyFields(body)
-    check_model(fields, limits)
-    options = BodyFields(fields.get("sampling_params") or {}, "sampling_params", NAMES)
-    prompts, single = _prompts(fields, limits)
-    logprobs = None
-    if fields.boolean("return_logprob"):
-        logprobs = fields.integer("top_logprobs_num", low=0, high=limits.max_logprobs, default=0)
-    start = fields.integer("logprob_start_len", low=-1, default=-1)
-    n = options.integer("n", low=1, high=limits.max_n, default=1) or 1
-    params = generation_params(
-        options,
-        limits,
-        max_tokens=options.integer(
-            "max_tokens", low=1, default=limits.defaults.max_new_tokens or DEFAULT_NEW_TOKENS
-        ),
-        logprobs=logprobs,
-        # SGLang scores the prompt from a position on; here it is scored whole or not at all.
-        prompt_logprobs=logprobs if start == 0 else None,
-        n=n,
-    )
-    params = replace(params, stream=fields.boolean("stream"))
-    return CompletionRequest(prompts=prompts, params=params), single and n == 1
-
-
-def _prompts(fields: BodyFields, limits: ApiLimits) -> tuple[list[str | list[int]], bool]:
-    """The prompts, and whether there was one, not a list of them."""
-    text, ids = fields.get("text"), fields.get("input_ids")
-    if (text is None) == (ids is None):
-        raise InvalidRequest("text: exactly one of text and input_ids must be given", param="text")
-    name, value = ("text", text) if ids is None else ("input_ids", ids)
-    single = isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-    )
-    prompts = [value] if single else value
-    if not isinstance(prompts, list) or not 0 < len(prompts) <= limits.max_n:
-        raise wrong(name, value, f"a prompt, or a list of 1 to {limits.max_n} prompts")
-    for index, prompt in enumerate(prompts):
-        if ids is None and not isinstance(prompt, str):
-            raise wrong(f"text[{index}]", prompt, "a string")
-        if ids is not None:
-            if not isinstance(prompt, list):
-                raise wrong(f"input_ids[{index}]", prompt, "a list of token ids")
-            check_token_ids(prompt, limits.vocab_size, f"input_ids[{index}]")
-    return prompts, single
+        answer = GenerateAnswer(request_id, generation, single and params.n == 1)
+        return await send(request, generation, answer)
 
 
 class _Choice:

@@ -1,40 +1,329 @@
-"""/v1/messages, in Anthropic's form: its body to a chat request."""
+"""/v1/messages, in Anthropic's form: its body to a chat."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from runtime.errors import InvalidRequest, wrong
-from server.api.body_fields import BodyFields
-from server.api.chat import plan_chat
+from server.api.chat import EFFORTS, Chat, TemplateFields, offered, plan_chat
 from server.api.delivery import send
+from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
+from server.api.grammar_fields import SCHEMA
+from server.api.incoming import read_body
+from server.api.kinds import Boolean, Choice, Either, Integer, Items, JsonObject, Made, Text
 from server.api.messages_answer import AnthropicAnswer
-from server.service import REQUEST_ID, SERVICE, json_response, new_id, read_json
+from server.api.request_fields import GeneratingBody
+from server.formats.chat_messages import parse_messages
+from server.grammars.output_rules import OutputRule
+from server.service import REQUEST_ID, SERVICE, json_response, new_id
 
-_SAME = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stream",
-    "seed",
-    "min_p",
-    "priority",
-    "cache_salt",
-    "chat_template_kwargs",
-)
-_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+if TYPE_CHECKING:
+    from server.generation.params import ApiLimits
+
+Message = dict[str, Any]
+CACHED = tuple(ignored("prefixes are always cached", "cache_control"))
+STOPS = Made(Items(Text(least=1, most=4096), "strings", most=16), tuple)
+NO_SERVER_TOOLS = "the server runs no tools itself"
+
+
+class TextBlock(Body):
+    type = required(Choice("text"), "a part of the text")
+    text = required(Text(), "the text")
+    unserved = (*CACHED, *ignored("the text says it", "citations"))
+
+
+TEXTS = Items(Tagged("type", {"text": TextBlock}, reason="the model reads text alone"), "blocks")
+TEXT = Either(Text(), TEXTS)
+
+
+class ToolResultBlock(Body):
+    type = required(Choice("tool_result"), "what a tool answered")
+    tool_use_id = required(Text(), "the id of its use")
+    content = served(TEXT, "the answer")
+    unserved = (
+        *CACHED,
+        *ignored("the content says it", "is_error"),
+        *refused("tools have names alone", "toolset_name"),
+    )
+
+
+class ToolUseBlock(Body):
+    type = required(Choice("tool_use"), "a use of a tool by the assistant")
+    id = required(Text(), "its id")
+    name = required(Text(), "the tool's name")
+    input = required(JsonObject(), "the arguments")
+    unserved = (
+        *CACHED,
+        *ignored("only the model uses tools", "caller"),
+        *refused("tools have names alone", "toolset_name"),
+    )
+
+
+class ThinkingBlock(Body):
+    type = required(Choice("thinking"), "what the assistant thought")
+    thinking = required(Text(), "the text")
+    unserved = ignored("thoughts are not signed", "signature")
+
+
+class RedactedBlock(Body):
+    type = required(Choice("redacted_thinking"), "thoughts that cannot be read, and are left out")
+    unserved = ignored("it cannot be read", "data")
+
+
+class SpokenMessage(Body):
+    role = required(Choice("user", "system"), "who speaks")
+    content = required(
+        Either(
+            Text(),
+            Items(
+                Tagged(
+                    "type",
+                    {"text": TextBlock, "tool_result": ToolResultBlock},
+                    reason="the model reads text alone",
+                ),
+                "blocks",
+            ),
+        ),
+        "what was said",
+    )
+
+    def chat(self) -> list[Message]:
+        """Results of tools are messages of their own; the text follows them."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        found: list[Message] = []
+        text = ""
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                text += block.text
+            else:
+                result = joined(block.content)
+                found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+        if text or not found:
+            found.append({"role": self.role, "content": text})
+        return found
+
+
+class AnswerMessage(Body):
+    role = required(Choice("assistant"), "who speaks")
+    content = required(
+        Either(
+            Text(),
+            Items(
+                Tagged(
+                    "type",
+                    {
+                        "text": TextBlock,
+                        "thinking": ThinkingBlock,
+                        "redacted_thinking": RedactedBlock,
+                        "tool_use": ToolUseBlock,
+                    },
+                    reason=NO_SERVER_TOOLS,
+                ),
+                "blocks",
+            ),
+        ),
+        "what was said; as the last message, the beginning of the answer",
+    )
+
+    def chat(self) -> list[Message]:
+        message: Message = {"role": self.role, "content": ""}
+        if isinstance(self.content, str):
+            return [{**message, "content": self.content}]
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                message["content"] += block.text
+            elif isinstance(block, ThinkingBlock):
+                thought = message.get("reasoning_content", "")
+                message["reasoning_content"] = thought + block.thinking
+            elif isinstance(block, ToolUseBlock):
+                function = {"name": block.name, "arguments": block.input}
+                call = {"id": block.id, "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
+        return [message]
+
+
+class MessageTool(Body):
+    type = served(Choice("custom"), "a tool that the client runs", default="custom")
+    name = required(
+        Text(pattern="[A-Za-z0-9_.-]{1,128}", form="1 to 128 letters, digits, _, - or ."),
+        "what the model calls it by",
+    )
+    description = served(Text(), "what it is for")
+    input_schema = required(JsonObject("a JSON schema"), "its arguments")
+    strict = served(Boolean(), "arguments must follow the schema", default=False)
+    unserved = (
+        *CACHED,
+        *refused("every tool is shown to the model", "defer_loading"),
+        *refused("only the model uses tools", allowed_callers=["direct"]),
+        *ignored("arguments are always streamed as they are written", "eager_input_streaming"),
+        *ignored("the chat template has no place for them", "input_examples"),
+    )
+
+    def openai(self) -> Message:
+        """The tool as /v1/chat/completions has it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
+        return {"type": "function", "function": function}
+
+
+class ToolUseChoice(Body):
+    type = required(Choice("auto", "any", "none"), "whether a tool is used")
+    disable_parallel_tool_use = served(Boolean(), "at most one tool is used", default=False)
+
+
+class NamedToolUse(Body):
+    type = required(Choice("tool"), "this tool must be used")
+    name = required(Text(), "one of the tools")
+    disable_parallel_tool_use = served(Boolean(), "at most one tool is used", default=False)
+
+
+class Thinking(Body):
+    type = required(
+        Choice("enabled", "disabled", "adaptive"), "sets enable_thinking of the chat template"
+    )
+    unserved = (
+        *ignored("thinking is bounded by max_tokens alone", "budget_tokens"),
+        *refused("thinking is shown whole", display="summarized"),
+    )
+
+
+class OutputFormat(Body):
+    type = required(Choice("json_schema"), "JSON of a schema")
+    schema = required(SCHEMA, "the schema")
+
+
+class OutputConfig(Body):
+    effort = served(Choice(*EFFORTS), "a variable of the chat template, where it has it")
+    format = served(Record(OutputFormat), "what the answer must look like")
+    unserved = refused("thinking is bounded by max_tokens alone", "task_budget")
+
+
+class ConversationBody(TemplateFields, GeneratingBody):
+    """What both endpoints of Anthropic's have."""
+
+    messages = required(
+        Items(
+            Tagged(
+                "role", {"user": SpokenMessage, "system": SpokenMessage, "assistant": AnswerMessage}
+            ),
+            "messages",
+            least=1,
+        ),
+        "the conversation so far",
+    )
+    system = served(TEXT, "a system message before it")
+    stop = served(STOPS, "texts that end the answer", names=("stop_sequences",))
+    tools = served(Items(Record(MessageTool), "tools"), "what the model may use")
+    tool_choice = served(
+        Tagged(
+            "type",
+            {
+                "auto": ToolUseChoice,
+                "any": ToolUseChoice,
+                "none": ToolUseChoice,
+                "tool": NamedToolUse,
+            },
+        ),
+        "whether and which tools are used; default auto",
+    )
+    thinking = served(Record(Thinking), "whether to think")
+    output_config = served(Record(OutputConfig), "how much to think, and the answer's form")
+    output_format = served(Record(OutputFormat), "the older place of output_config.format")
+    unserved = (
+        *CACHED,
+        *refused("nothing is stored between requests", "container", "thread"),
+        *refused("send what the model is to see", "compaction", "context_management"),
+        *refused(NO_SERVER_TOOLS, "mcp_servers"),
+        *refused("there is one model", "fallback_credit_token", "fallbacks"),
+        *refused("this server is where it is", "inference_geo"),
+        *ignored("it would only be faster", "service_tier", "speed"),
+        *ignored("nothing is stored", "metadata"),
+        *ignored("tells of caches at the vendor", "diagnostics"),
+        *ignored("for the vendor", "betas", "billing_policy", "user_profile_id", "workspace_id"),
+    )
+
+    def chat(self, limits: ApiLimits, max_tokens: int | None) -> Chat:
+        """The chat that it asks for."""
+        messages = [made for message in self.messages for made in message.chat()]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": joined(self.system)})
+        # An assistant's message at the end is a beginning that the model goes on from.
+        last = messages[-1]
+        continued = last["role"] == "assistant" and "tool_calls" not in last
+        tools = None if self.tools is None else [tool.openai() for tool in self.tools]
+        choice, parallel = _choice(self.tool_choice)
+        return Chat(
+            messages=parse_messages(messages),
+            tools=offered(tools, choice, parallel),
+            render={
+                "add_generation_prompt": not continued,
+                "continue_final_message": continued,
+                "kwargs": self._kwargs(),
+            },
+            rules=self.rules(),
+            params=self.params(limits, max_tokens),
+        )
+
+    def _kwargs(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.thinking is not None:
+            found["enable_thinking"] = self.thinking.type != "disabled"
+        effort = None if self.output_config is None else self.output_config.effort
+        return found | self.kwargs(effort)
+
+    def rules(self) -> list[OutputRule]:
+        found = super().rules()
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = self.output_config.format.schema
+            found.append(OutputRule("output_config.format.schema", "json", schema))
+        if self.output_format is not None:
+            found.append(OutputRule("output_format.schema", "json", self.output_format.schema))
+        return found
+
+
+class MessageBody(ConversationBody):
+    """The body of /v1/messages."""
+
+    max_tokens = required(Integer(1), "tokens of the answer at most")
+
+
+class CountTokensBody(ConversationBody):
+    """The body of /v1/messages/count_tokens."""
+
+    max_tokens = served(Integer(1), "changes no count")
+
+
+def joined(content: str | list[TextBlock] | None) -> str:
+    """The text of a string, or of text blocks."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.text for block in content)
+
+
+def _choice(given: ToolUseChoice | NamedToolUse | None) -> tuple[Any, bool]:
+    """The tool choice in OpenAI's form, and whether several may be called."""
+    if given is None:
+        return None, True
+    parallel = not given.disable_parallel_tool_use
+    if isinstance(given, NamedToolUse):
+        return {"type": "function", "function": {"name": given.name}}, parallel
+    return {"auto": "auto", "any": "required", "none": "none"}[given.type], parallel
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages."""
     service = request.app[SERVICE]
-    plan = await plan_chat(chat_body(await read_json(request)), service)
+    body = await read_body(request, MessageBody)
+    plan = await plan_chat(body.chat(service.limits, body.max_tokens), service)
     message_id = new_id("msg")
     with service.generator.start(
-        [plan.prompt_ids], plan.params, message_id, request[REQUEST_ID]
+        [plan.prompt_ids], plan.params, message_id, body.request_id or request[REQUEST_ID]
     ) as generation:
         answer = AnthropicAnswer(message_id, service.limits.model, generation, plan.new_parser)
         return await send(request, generation, answer)
@@ -42,164 +331,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens: the tokens of the prompt that /v1/messages would make."""
-    body = chat_body(await read_json(request), counting=True)
-    plan = await plan_chat(body, request.app[SERVICE])
+    body = await read_body(request, CountTokensBody)
+    service = request.app[SERVICE]
+    plan = await plan_chat(body.chat(service.limits, None), service)
     return json_response({"input_tokens": len(plan.prompt_ids)})
-
-
-def chat_body(body: Any, *, counting: bool = False) -> dict[str, Any]:
-    """The chat request that a /v1/messages request amounts to.
-
-    Args: counting: for count_tokens, which takes no max_tokens.
-    Raises: InvalidRequest: naming the field that is wrong or not served.
-    """
-    fields = BodyFields(body)
-    chat: dict[str, Any] = {name: body[name] for name in _SAME if body.get(name) is not None}
-    if not counting:
-        chat["max_tokens"] = fields.integer("max_tokens", low=1)
-        if chat["max_tokens"] is None:
-            raise fields.error("max_tokens", "an integer of at least 1")
-    if (stops := fields.get("stop_sequences")) is not None:
-        if not isinstance(stops, list):
-            raise fields.error("stop_sequences", "a list of strings")
-        chat["stop"] = stops
-    chat["messages"] = _messages(fields)
-    # An assistant's message at the end is a beginning that the model goes on from.
-    if chat["messages"][-1]["role"] == "assistant" and "tool_calls" not in chat["messages"][-1]:
-        chat["continue_final_message"] = True
-    _add_tools(chat, fields)
-    if (thinking := fields.get("thinking")) is not None:
-        kind = BodyFields(thinking, "thinking").string("type")
-        kwargs = chat.get("chat_template_kwargs") or {}
-        if isinstance(kwargs, dict):
-            chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled", **kwargs}
-    return chat
-
-
-def _messages(fields: BodyFields) -> list[dict[str, Any]]:
-    given = fields.get("messages")
-    if not isinstance(given, list) or not given:
-        raise fields.error("messages", "a list of at least one message")
-    messages: list[dict[str, Any]] = []
-    if (system := fields.get("system")) is not None:
-        messages.append({"role": "system", "content": _text(system, "system")})
-    for index, message in enumerate(given):
-        where = f"messages[{index}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("user", "assistant", "system"):
-            raise wrong(f"{where}.role", role, "user or assistant")
-        content = message.get("content")
-        if isinstance(content, str):
-            messages.append({"role": role, "content": content})
-        elif not isinstance(content, list):
-            raise wrong(f"{where}.content", content, "a string or a list of blocks")
-        elif role == "assistant":
-            messages.append(_assistant(content, f"{where}.content"))
-        else:
-            messages += _user(content, role, f"{where}.content")
-    return messages
-
-
-def _user(blocks: list[Any], role: str, where: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own; the text follows them."""
-    found: list[dict[str, Any]] = []
-    texts: list[str] = []
-    for index, block in enumerate(blocks):
-        at = f"{where}[{index}]"
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text":
-            texts.append(_text([block], at))
-        elif kind == "tool_result":
-            result = _text(block.get("content") or "", f"{at}.content")
-            found.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
-            )
-        else:
-            raise _unserved(kind, at, "text and tool_result")
-    if texts or not found:
-        found.append({"role": role, "content": "".join(texts)})
-    return found
-
-
-def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    for index, block in enumerate(blocks):
-        at = f"{where}[{index}]"
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text":
-            message["content"] += _text([block], at)
-        elif kind == "thinking":
-            thought = block.get("thinking")
-            if not isinstance(thought, str):
-                raise wrong(f"{at}.thinking", thought, "a string")
-            message["reasoning_content"] = message.get("reasoning_content", "") + thought
-        elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input")}
-            call = {"id": block.get("id"), "type": "function", "function": function}
-            message.setdefault("tool_calls", []).append(call)
-        elif kind != "redacted_thinking":
-            raise _unserved(kind, at, "text, thinking and tool_use")
-    return message
-
-
-def _text(content: Any, where: str) -> str:
-    """A string, or text blocks joined."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(where, content, "a string or a list of text blocks")
-    texts = []
-    for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind != "text":
-            raise _unserved(kind, where, "text")
-        if not isinstance(block.get("text"), str):
-            raise wrong(f"{where}.text", block.get("text"), "a string")
-        texts.append(block["text"])
-    return "".join(texts)
-
-
-def _unserved(kind: Any, where: str, served: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{where}: blocks of type {kind!r} are not supported here; only {served} are", param=where
-    )
-
-
-def _add_tools(chat: dict[str, Any], fields: BodyFields) -> None:
-    if (tools := fields.get("tools")) is not None:
-        if not isinstance(tools, list):
-            raise fields.error("tools", "a list")
-        chat["tools"] = [_tool(tool, index) for index, tool in enumerate(tools)]
-    if (given := fields.get("tool_choice")) is None:
-        return
-    choice = BodyFields(given, "tool_choice")
-    kind = choice.string("type")
-    if kind == "tool":
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.string("name")}}
-    elif kind in _TOOL_CHOICES:
-        chat["tool_choice"] = _TOOL_CHOICES[kind]
-    else:
-        raise choice.error("type", "auto, any, tool or none")
-    if choice.boolean("disable_parallel_tool_use"):
-        chat["parallel_tool_calls"] = False
-
-
-def _tool(tool: Any, index: int) -> dict[str, Any]:
-    where = f"tools[{index}]"
-    if not isinstance(tool, dict):
-        raise wrong(where, tool, "an object with name and input_schema")
-    if tool.get("type", "custom") != "custom":
-        raise InvalidRequest(
-            f"{where}.type: got {tool['type']!r}; tools that the server runs itself are not served",
-            param=f"{where}.type",
-        )
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
-        "strict": tool.get("strict"),
-    }
-    return {"type": "function", "function": function}
 
 
 ROUTES = [

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from server.api.body_fields import BodyFields
-from server.api.sampling_fields import check_model
+from server.api.request_fields import check_model
 from server.service import SERVICE, json_response
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{name}."""
     service = request.app[SERVICE]
-    check_model(BodyFields({"model": request.match_info["name"]}), service.limits)
+    check_model(request.match_info["name"], service.limits)
     return json_response(_model(service))
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI description, generated from one table of routes.
+"""The OpenAPI description, generated from one table of routes and the declarations of bodies.
 
 A test holds the table against the routes that the application has.
 """
@@ -6,9 +6,23 @@ A test holds the table against the routes that the application has.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from server.api.openapi_schemas import ANSWERS, REQUESTS, Schema, ref
+from server.api.admin import AbortBody
+from server.api.answer_schemas import ANSWERS
+from server.api.chat import ChatBody
+from server.api.completions import CompletionBody
+from server.api.fields import inner_bodies, schema_of
+from server.api.generate import GenerateBody
+from server.api.json_schema import ref
+from server.api.messages import CountTokensBody, MessageBody
+from server.api.responses import ResponseBody
+from server.api.tokens import DetokenizeBody, TokenizeBody
+
+if TYPE_CHECKING:
+    from server.api.fields import Body
+    from server.api.json_schema import Schema
+    from server.generation.params import ApiLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +30,7 @@ class Route:
     """One endpoint as documented.
 
     Args:
-        request, answer: names of schemas.
+        answer: the name of its schema.
         streams: the answer may be a stream of events instead.
         media: of an answer that is no JSON.
         parameters: of path and query: (name, place, schema).
@@ -27,7 +41,7 @@ class Route:
     path: str
     summary: str
     answer: str | None = None
-    request: str | None = None
+    request: type[Body] | None = None
     streams: bool = False
     media: str = "application/json"
     parameters: tuple[tuple[str, str, Schema], ...] = ()
@@ -37,25 +51,25 @@ class Route:
 _TEXT = {"type": "string"}
 ROUTES = (
     Route("POST", "/v1/chat/completions", "The model's next message in a conversation",
-          "ChatCompletion", "ChatRequest", streams=True),
+          "ChatCompletion", ChatBody, streams=True),
     Route("POST", "/v1/completions", "What follows a prompt",
-          "Completion", "CompletionRequest", streams=True),
+          "Completion", CompletionBody, streams=True),
     Route("POST", "/v1/responses", "OpenAI's newer form of a conversation; nothing is stored",
-          "Response", "ResponseRequest", streams=True),
+          "Response", ResponseBody, streams=True),
     Route("POST", "/v1/messages", "Anthropic's form of a conversation",
-          "Message", "MessageRequest", streams=True, errors="AnthropicError"),
+          "Message", MessageBody, streams=True, errors="AnthropicError"),
     Route("POST", "/v1/messages/count_tokens", "Tokens of the prompt of such a conversation",
-          "TokenCount", "CountTokensRequest", errors="AnthropicError"),
+          "TokenCount", CountTokensBody, errors="AnthropicError"),
     Route("POST", "/generate", "SGLang's form: text or token ids in, text and figures out",
-          "Generated", "GenerateRequest", streams=True),
+          "Generated", GenerateBody, streams=True),
     Route("GET", "/v1/models", "The served model", "Models"),
     Route("GET", "/v1/models/{name}", "The served model by name", "Model",
           parameters=(("name", "path", _TEXT),)),
     Route("POST", "/tokenize", "Token ids of a prompt or a conversation",
-          "Tokens", "TokenizeRequest"),
-    Route("POST", "/detokenize", "Text of token ids", "Text", "DetokenizeRequest"),
+          "Tokens", TokenizeBody),
+    Route("POST", "/detokenize", "Text of token ids", "Text", DetokenizeBody),
     Route("POST", "/abort_request", "Ends requests by id, or all of them",
-          "Aborted", "AbortRequest"),
+          "Aborted", AbortBody),
     Route("POST", "/flush_cache", "Empties the prefix cache where nothing runs", "Flushed"),
     Route("GET", "/health", "Whether the engine runs; does not wait behind the queue", "Health"),
     Route("GET", "/health_generate", "Whether a token can be generated", "Health"),
@@ -69,25 +83,32 @@ ROUTES = (
 )  # fmt: skip
 
 
-def document(version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 description of the server."""
+BODIES = tuple(route.request for route in ROUTES if route.request is not None)
+
+
+def document(version: str, limits: ApiLimits) -> dict[str, Any]:
+    """The OpenAPI 3.1 description of the server. limits: its own, which bound some fields."""
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    bodies = {body.__name__: body for body in BODIES} | inner_bodies(*BODIES)
+    requests = {name: schema_of(body, limits) for name, body in bodies.items()}
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "loomserve",
-            "version": version,
-            "description": "Text generation. Fields that are not listed are ignored.",
-        },
+        "info": {"title": "loomserve", "version": version, "description": DESCRIPTION},
         "paths": paths,
         "components": {
-            "schemas": {**REQUESTS, **ANSWERS},
+            "schemas": {**requests, **ANSWERS},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
     }
+
+
+DESCRIPTION = (
+    "Text generation. `null` counts as absent, and 2.0 is no integer. Fields that nobody reads are"
+    " named in the answer's header X-Loomserve-Ignored; with --strict-fields they are refused."
+)
 
 
 def _operation(route: Route) -> dict[str, Any]:
@@ -114,7 +135,7 @@ def _operation(route: Route) -> dict[str, Any]:
             "content": {"application/json": busy},
         }
     if route.request is not None:
-        body = {"application/json": {"schema": ref(route.request)}}
+        body = {"application/json": {"schema": ref(route.request.__name__)}}
         operation["requestBody"] = {"required": True, "content": body}
     if route.parameters:
         operation["parameters"] = [

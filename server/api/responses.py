@@ -1,176 +1,296 @@
-"""/v1/responses: its body to a chat request. Nothing is stored: a conversation is sent whole."""
+"""/v1/responses: its body to a chat. Nothing is stored: a conversation is sent whole."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from runtime.errors import InvalidRequest, wrong
-from server.api.body_fields import BodyFields
-from server.api.chat import plan_chat
+from runtime.errors import wrong
+from server.api.chat import EFFORTS, NOT_STORED, Chat, TemplateFields, offered, plan_chat
+from server.api.chat_messages import ANY_TOOL, CONTENT, NAME
 from server.api.delivery import send
+from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
+from server.api.grammar_fields import (
+    SCHEMA,
+    ObjectFormat,
+    TextFormat,
+    format_rules,
+)
+from server.api.incoming import read_body
+from server.api.kinds import Boolean, Checked, Choice, Either, Integer, Items, JsonObject, Text
+from server.api.request_fields import GeneratingBody
 from server.api.responses_answer import ResponseAnswer
-from server.service import REQUEST_ID, SERVICE, new_id, read_json
+from server.formats.chat_messages import parse_messages
+from server.grammars.output_rules import OutputRule
+from server.service import REQUEST_ID, SERVICE, new_id
+
+if TYPE_CHECKING:
+    from server.generation.params import ApiLimits
 
 Item = dict[str, Any]
+FROM_EARLIER = ignored("repeats what an earlier response said", "id", "phase", "status")
 
-# Fields that mean the same on both endpoints are handed on as they are.
-_SAME = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stream",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "ignore_eos",
-    "min_tokens",
-    "priority",
-    "cache_salt",
-    "timeout",
+
+class InputMessage(Body):
+    type = served(Choice("message"), "the kind of item", default="message")
+    role = required(Choice("system", "developer", "user", "assistant"), "who speaks")
+    content = required(Checked(CONTENT), "what was said")
+    unserved = FROM_EARLIER
+
+
+class ReasoningText(Body):
+    type = required(Choice("reasoning_text"), "a part of what was thought")
+    text = required(Text(), "the text")
+
+
+class ReasoningItem(Body):
+    type = required(Choice("reasoning"), "what the assistant thought before what follows")
+    content = served(Items(Record(ReasoningText), "reasoning texts"), "the thoughts")
+    unserved = (
+        *ignored("repeats what an earlier response said", "id", "status"),
+        *ignored("only whole thoughts are read", "encrypted_content", "summary"),
+    )
+
+
+class FunctionCall(Body):
+    type = required(Choice("function_call"), "a call that the assistant made")
+    call_id = required(Text(), "the call's id")
+    name = required(Text(), "the function's name")
+    arguments = required(Text(), "the text that the model wrote for them")
+    unserved = (
+        *ignored("repeats what an earlier response said", "id", "status"),
+        *refused("functions have names alone", "caller", "namespace"),
+    )
+
+
+class FunctionCallOutput(Body):
+    type = required(Choice("function_call_output"), "what a function answered")
+    call_id = required(Text(), "the call's id")
+    output = required(Checked(CONTENT), "the answer")
+    unserved = (
+        *ignored("repeats what an earlier response said", "id", "name", "status"),
+        *refused("functions have names alone", "caller", "namespace"),
+    )
+
+
+INPUT = Either(
+    Text(),
+    Items(
+        Tagged(
+            "type",
+            {
+                "message": InputMessage,
+                "reasoning": ReasoningItem,
+                "function_call": FunctionCall,
+                "function_call_output": FunctionCallOutput,
+            },
+            default="message",
+        ),
+        "items",
+        least=1,
+    ),
 )
-_UNSERVED = ("previous_response_id", "conversation", "prompt")
+
+
+class ResponseTool(Body):
+    type = required(Choice("function"), "a function that the client runs")
+    name = required(NAME, "what the model calls it by")
+    description = served(Text(), "what it is for")
+    parameters = served(JsonObject("a JSON schema"), "its arguments; none where left out")
+    strict = served(Boolean(), "arguments must follow the schema", default=False)
+    unserved = (
+        *refused("every tool is shown to the model", "defer_loading"),
+        *refused("only the model calls functions", allowed_callers=["direct"]),
+        *ignored("the client knows what its function gives", "output_schema"),
+    )
+
+    def openai(self) -> Item:
+        """The tool as /v1/chat/completions has it."""
+        function = {name: self.values[name] for name in ("name", "description", "parameters")}
+        return {"type": "function", "function": {**function, "strict": self.strict}}
+
+
+class ResponseToolName(Body):
+    type = required(Choice("function"), "this function must be called")
+    name = required(Text(), "one of the tools")
+
+
+class ResponseToolNames(Body):
+    type = required(Choice("allowed_tools"), "only some tools may be called")
+    mode = required(Choice("auto", "required"), "whether one must be called")
+    tools = required(
+        Items(Checked(Record(ResponseToolName)), "functions", least=1), "which may be called"
+    )
+
+
+class ResponseSchema(Body):
+    type = required(Choice("json_schema"), "JSON of a schema")
+    schema = required(SCHEMA, "the schema")
+    name = served(Text(), "for the client's own use")
+    description = served(Text(), "for the client's own use")
+    unserved = ignored("a schema is always enforced", "strict")
+
+
+class ResponseText(Body):
+    format = served(
+        Tagged(
+            "type",
+            {"text": TextFormat, "json_object": ObjectFormat, "json_schema": ResponseSchema},
+        ),
+        "what the text must look like",
+    )
+    unserved = refused("ask for it in the instructions", verbosity="medium")
+
+
+class ResponseReasoning(Body):
+    effort = served(
+        Choice(*EFFORTS),
+        "a variable of the chat template, where it has it; none also sets enable_thinking to false",
+    )
+    unserved = (
+        *ignored("reasoning is given whole", "generate_summary", "summary"),
+        *refused("reasoning of earlier turns is as the input has it", context="auto"),
+        *refused("the model reasons in one way", mode="standard"),
+    )
+
+
+class ResponseBody(TemplateFields, GeneratingBody):
+    """The body of /v1/responses."""
+
+    input = required(INPUT, "the conversation so far")
+    instructions = served(Text(), "a system message before it")
+    max_output_tokens = served(
+        Integer(1), "tokens of the answer at most; else the model's default, or what fits"
+    )
+    tools = served(Items(Record(ResponseTool), "function tools"), "what the model may call")
+    tool_choice = served(
+        Either(
+            ANY_TOOL,
+            Checked(
+                Tagged("type", {"function": ResponseToolName, "allowed_tools": ResponseToolNames})
+            ),
+        ),
+        "whether and which tools are called; default auto",
+    )
+    parallel_tool_calls = served(Boolean(), "an answer may call several tools", default=True)
+    text = served(Record(ResponseText), "what the answer's text must look like")
+    reasoning = served(Record(ResponseReasoning), "how much to think")
+    metadata = served(JsonObject(), "repeated in the response")
+    user = served(Text(), "repeated in the response")
+    include = served(
+        Items(
+            Choice(
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+                "file_search_call.results",
+                "message.input_image.image_url",
+                "reasoning.encrypted_content",
+                "web_search_call.action.sources",
+                "web_search_call.results",
+            ),
+            "names",
+        ),
+        "parts of items that are never made here; log-probabilities are not served",
+    )
+    unserved = (
+        *refused(
+            NOT_STORED,
+            "conversation",
+            "previous_input_messages",
+            "previous_response",
+            "previous_response_id",
+            "prompt",
+        ),
+        *refused("requests are answered while the client waits", "background"),
+        *refused("input that does not fit is refused, not cut", truncation="disabled"),
+        *refused("send what the model is to see", "context_management"),
+        *refused("use logprobs on /v1/chat/completions", top_logprobs=0),
+        *refused("the answer has one form", "enable_response_messages"),
+        *refused("nothing is moderated", "moderation"),
+        *ignored("there are no such tools", "max_tool_calls"),
+        *ignored("there are no images", "image"),
+        *ignored("requests are answered at once", "background_options"),
+        *ignored("events are not padded, and the last tells the usage", "stream_options"),
+        *ignored("it would only be faster", "access_programs", "service_tier"),
+        *ignored(
+            "prefixes are always cached",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+        ),
+        *ignored("nothing is stored", "store"),
+        *ignored("names nobody to this server", "safety_identifier"),
+    )
+
+    def chat(self, limits: ApiLimits) -> Chat:
+        """The chat that it asks for."""
+        messages = _messages(self.input)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        effort = None if self.reasoning is None else self.reasoning.effort
+        tools = None if self.tools is None else [tool.openai() for tool in self.tools]
+        return Chat(
+            messages=parse_messages(messages),
+            tools=offered(tools, self.tool_choice, self.parallel_tool_calls),
+            render={"kwargs": self.kwargs(effort)},
+            rules=self.rules(),
+            params=self.params(limits, self.max_output_tokens),
+        )
+
+    def rules(self) -> list[OutputRule]:
+        wanted = None if self.text is None else self.text.format
+        if isinstance(wanted, ResponseSchema):
+            return [*super().rules(), OutputRule("text.format.schema", "json", wanted.schema)]
+        return super().rules() + format_rules(wanted, "text.format")
+
+
+def _messages(given: str | list[Body]) -> list[Item]:
+    """Chat messages of `input`. Reasoning and function calls join the assistant's message."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Item] = []
+    thought = ""  # reasoning that waits for its assistant's message
+    for item in given:
+        if isinstance(item, ReasoningItem):
+            thought = "".join(part.text for part in item.content or ())
+        elif isinstance(item, InputMessage):
+            messages.append({"role": item.role, "content": item.content})
+        elif isinstance(item, FunctionCall):
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif isinstance(item, FunctionCallOutput):
+            output = {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+            messages.append(output)
+        if thought and messages and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"], thought = thought, ""
+    if not messages:
+        raise wrong("input", "only reasoning", "a list with at least one message")
+    return messages
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
     service = request.app[SERVICE]
-    body = await read_json(request)
-    plan = await plan_chat(chat_body(body), service)
+    body = await read_body(request, ResponseBody)
+    plan = await plan_chat(body.chat(service.limits), service)
     response_id = new_id("resp")
     with service.generator.start(
-        [plan.prompt_ids], plan.params, response_id, request[REQUEST_ID]
+        [plan.prompt_ids], plan.params, response_id, body.request_id or request[REQUEST_ID]
     ) as generation:
         answer = ResponseAnswer(
             response_id,
-            body,
+            {**body.given, "temperature": body.temperature, "top_p": body.top_p},
             int(time.time()),
             service.limits.model,
             generation,
             plan.new_parser,
         )
         return await send(request, generation, answer)
-
-
-def chat_body(body: Any) -> dict[str, Any]:
-    """The chat request that a /v1/responses request amounts to.
-
-    Raises: InvalidRequest: naming the field that is wrong or not served.
-    """
-    fields = BodyFields(body)
-    for name in _UNSERVED:
-        if fields.get(name) is not None:
-            raise InvalidRequest(
-                f"{name}: responses are not stored here; send the whole conversation as input",
-                param=name,
-            )
-    if fields.boolean("background"):
-        raise InvalidRequest("background: is not served; leave it out", param="background")
-    messages = _messages(fields.get("input"))
-    instructions = fields.string("instructions")
-    if instructions is not None:
-        messages.insert(0, {"role": "system", "content": instructions})
-    chat: dict[str, Any] = {name: body[name] for name in _SAME if body.get(name) is not None}
-    chat["messages"] = messages
-    chat["max_completion_tokens"] = fields.integer("max_output_tokens", low=1)
-    if fields.get("tools") is not None:
-        chat["tools"] = [_tool(tool, index) for index, tool in enumerate(_list(fields, "tools"))]
-    if fields.get("tool_choice") is not None:
-        chat["tool_choice"] = fields.get("tool_choice")
-    if (text := fields.get("text")) is not None:
-        chat["response_format"] = _text_format(BodyFields(text, "text").get("format"))
-    for name in ("metadata", "reasoning"):  # repeated in the response, so they must fit there
-        BodyFields(fields.get(name) or {}, name)
-    fields.string("user")
-    return chat
-
-
-def _list(fields: BodyFields, name: str) -> list[Any]:
-    value = fields.get(name)
-    if not isinstance(value, list):
-        raise fields.error(name, "a list")
-    return value
-
-
-def _messages(given: Any) -> list[dict[str, Any]]:
-    """Chat messages of `input`. Reasoning and function calls join the assistant's message."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise wrong("input", given, "a string or a list of at least one item")
-    messages: list[dict[str, Any]] = []
-    thought = ""  # reasoning that waits for its assistant's message
-    for index, item in enumerate(given):
-        where = f"input[{index}]"
-        if not isinstance(item, dict):
-            raise wrong(where, item, "an object")
-        kind = item.get("type") or "message"
-        if kind == "reasoning":
-            thought = _reasoning_text(item)
-        elif kind == "message":
-            message = {"role": item.get("role"), "content": item.get("content")}
-            if thought and message["role"] == "assistant":
-                message["reasoning_content"], thought = thought, ""
-            messages.append(message)
-        elif kind == "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            if thought:
-                messages[-1]["reasoning_content"], thought = thought, ""
-            messages[-1].setdefault("tool_calls", []).append(_call(item))
-        elif kind == "function_call_output":
-            messages.append(_call_output(item, where))
-        else:
-            allowed = "message, function_call, function_call_output or reasoning"
-            raise wrong(f"{where}.type", kind, allowed)
-    if not messages:
-        raise wrong("input", given, "a list with at least one message")
-    return messages
-
-
-def _call(item: Item) -> dict[str, Any]:
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
-    return {"id": item.get("call_id"), "type": "function", "function": function}
-
-
-def _call_output(item: Item, where: str) -> dict[str, Any]:
-    output = item.get("output")
-    if not isinstance(output, str | list):
-        raise wrong(f"{where}.output", output, "a string or a list of text parts")
-    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-
-
-def _reasoning_text(item: Item) -> str:
-    parts = item.get("content")
-    texts = [p.get("text") for p in parts if isinstance(p, dict)] if isinstance(parts, list) else []
-    return "".join(text for text in texts if isinstance(text, str))
-
-
-def _tool(tool: Any, index: int) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
-        raise InvalidRequest(
-            f"tools[{index}].type: got {kind!r}; only function tools are served",
-            param=f"tools[{index}].type",
-        )
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-
-
-def _text_format(given: Any) -> dict[str, Any] | None:
-    if given is None:
-        return None
-    if isinstance(given, dict) and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
-    return given  # type: ignore[no-any-return]  # checked with the chat request
 
 
 ROUTES = [web.post("/v1/responses", responses)]

@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from aiohttp import web
 
-from server.api.body_fields import BodyFields, check_token_ids
-from server.api.chat import render_options
-from server.api.sampling_fields import check_model
+from server.api.chat import LastMessageFields, offered
+from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
+from server.api.fields import required, served
+from server.api.incoming import read_body
+from server.api.kinds import Boolean, Text, TokenIds
+from server.api.request_fields import ModelField
 from server.formats.chat_messages import parse_messages
-from server.formats.tools import parse_tools
-from server.service import SERVICE, json_response, read_json
+from server.service import SERVICE, json_response
+
+if TYPE_CHECKING:
+    from server.service import Service
+
+
+class TokenizeBody(LastMessageFields, ModelField):
+    """The body of /tokenize."""
+
+    prompt = served(Text(), "a text")
+    messages = served(MESSAGES, "instead, a conversation")
+    tools = served(TOOLS, "functions that the model may call in it")
+    tool_choice = served(TOOL_CHOICE, "whether and which tools are called; default auto")
+    add_special_tokens = served(
+        Boolean(), "the tokenizer adds to a text what begins one", default=True
+    )
+    return_token_strs = served(Boolean(), "tell the tokens' texts too", default=False)
+
+    one_of = ("prompt", "messages")
+
+    async def ids(self, service: Service) -> list[int]:
+        """The token ids that it asks for."""
+        if self.messages is None:
+            return await service.tokenizer.encode_async(
+                self.prompt or "", add_special_tokens=self.add_special_tokens
+            )
+        messages = parse_messages(self.messages)
+        options = self.render(messages)
+        tools = offered(self.tools, self.tool_choice, parallel=True)
+        messages, more = service.model_format.conversation(messages, tools)
+        return await service.tokenizer.encode_chat(messages, **options, **more)
+
+
+class DetokenizeBody(ModelField):
+    """The body of /detokenize."""
+
+    tokens = required(TokenIds(), "what to turn into text")
+    skip_special_tokens = served(Boolean(), "leave special tokens out", default=False)
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: a prompt's or a conversation's token ids."""
     service = request.app[SERVICE]
-    fields = BodyFields(await read_json(request))
-    check_model(fields, service.limits)
-    if fields.get("messages") is not None:
-        messages = parse_messages(fields.get("messages"))
-        options = render_options(fields, messages)
-        messages, more = service.model_format.conversation(messages, parse_tools(fields.values))
-        ids = await service.tokenizer.encode_chat(messages, **options, **more)
-    else:
-        prompt = fields.string("prompt")
-        if prompt is None:
-            raise fields.error("prompt", "a string")
-        special = fields.boolean("add_special_tokens", True)
-        ids = await service.tokenizer.encode_async(prompt, add_special_tokens=special)
+    body = await read_body(request, TokenizeBody)
+    ids = await body.ids(service)
     found = {
         "tokens": ids,
         "count": len(ids),
         "max_model_len": service.limits.context_length,
     }
-    if fields.boolean("return_token_strs"):
+    if body.return_token_strs:
         found["token_strs"] = [
             service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids
         ]
@@ -42,15 +72,11 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize: the text of token ids."""
-    service = request.app[SERVICE]
-    fields = BodyFields(await read_json(request))
-    check_model(fields, service.limits)
-    tokens = fields.get("tokens")
-    if not isinstance(tokens, list):
-        raise fields.error("tokens", "a list of token ids")
-    check_token_ids(tokens, service.limits.vocab_size, "tokens")
-    skip = fields.boolean("skip_special_tokens", False)
-    return json_response({"prompt": service.tokenizer.decode(tokens, skip_special_tokens=skip)})
+    body = await read_body(request, DetokenizeBody)
+    text = request.app[SERVICE].tokenizer.decode(
+        body.tokens, skip_special_tokens=body.skip_special_tokens
+    )
+    return json_response({"prompt": text})
 
 
 ROUTES = [web.post("/tokenize", tokenize), web.post("/detokenize", detokenize)]

@@ -13,16 +13,17 @@ from server.formats.tool_parser import mistral_call_id
 from server.formats.tools import answer_source, tool_family
 from server.grammars import sources as sources
 from server.grammars.compiler import GrammarCompiler, hugging_face_tokenizer
-from server.grammars.fields import source_of
+from server.grammars.output_rules import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from llguidance import LLTokenizer
 
     from server.formats.answer_parser import MessageParser
     from server.formats.tools import Message, ToolRequest
     from server.generation.params import GenerationParams
+    from server.grammars.output_rules import OutputRule
     from server.grammars.sources import Source
     from server.text.tokenizer import Tokenizer
 
@@ -101,23 +102,22 @@ class ModelFormat:
     async def constrained(
         self,
         params: GenerationParams,
-        body: Mapping[str, Any],
+        rules: Sequence[OutputRule],
         *,
         tools: ToolRequest | None = None,
         prompt_ids: Sequence[int] | None = None,
         begun: str = "",
-        native: bool = False,
     ) -> GenerationParams:
         """The parameters with the grammar that the request asks for, compiled.
 
         Args:
+            rules: what the request asks the output to look like.
             prompt_ids, begun: of a chat; where these have begun the reasoning, the grammar rules
                 what follows it.
-            native: also read the native endpoint's field names.
 
         Raises: InvalidRequest: a grammar that is wrong or cannot be enforced.
         """
-        found = source_of(body, self.special_tokens, native=native)
+        found = source_of(rules, self.special_tokens)
         source, param = found if found is not None else (None, "tools")
         if tools is not None:
             source = answer_source(tools, self.tool_family, source, self.special_tokens)

@@ -196,7 +196,11 @@ class Generator:
         specs = [
             SequenceSpec(
                 input_ids=ids,
-                sampling=replace(sampling, seed=self._seed(sampling, choice)),
+                sampling=replace(
+                    sampling,
+                    max_new_tokens=self._most_tokens(params, len(ids)),
+                    seed=self._seed(sampling, choice),
+                ),
                 stops=params.stops,
                 skip_special_tokens=params.skip_special_tokens,
                 priority=params.priority,
@@ -217,6 +221,13 @@ class Generator:
         for generation in found:
             generation.abort("aborted by request")
         return len(found)
+
+    def _most_tokens(self, params: GenerationParams, inputs: int) -> int | None:
+        """Tokens that an answer may have. A default gives way to what fits; a wish does not."""
+        given, default = params.sampling.max_new_tokens, params.default_tokens
+        if given is not None or default is None:
+            return given
+        return max(1, min(default, self.engine.scheduler.room_for_output(inputs)))
 
     def _seed(self, sampling: SamplingParams, choice: int) -> int:
         if sampling.seed is None:

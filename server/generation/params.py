@@ -57,6 +57,8 @@ class GenerationParams:
         echo: the answer begins with the prompt.
         hide_output: max_tokens was 0, so nothing of what is generated shows (echo, for scoring).
         hide_logprobs: sampling.logprobs is set for the server's own sake (best_of).
+        default_tokens: of an answer, where sampling.max_new_tokens is None: so many, or as many as
+            fit; None: as many as fit.
         timeout_s: from arrival to the end; None: the server's.
         grammar: makes the constraint of one choice, or None.
     """
@@ -75,5 +77,6 @@ class GenerationParams:
     hide_logprobs: bool = False
     priority: int = 0
     cache_salt: str = ""
+    default_tokens: int | None = None
     timeout_s: float | None = None
     grammar: Callable[[], Grammar] | None = None

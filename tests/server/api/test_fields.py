@@ -7,8 +7,9 @@ import math
 import pytest
 
 from runtime.errors import InvalidRequest, ModelNotFound
-from server.api.chat import parse_chat
-from server.api.completions import parse_completion
+from server.api.chat import ChatBody
+from server.api.completions import CompletionBody
+from server.api.incoming import read_value
 from server.formats.chat_messages import parse_messages
 from server.generation.params import ApiLimits
 
@@ -17,11 +18,13 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def completion(**fields):
-    return parse_completion({"prompt": "x", **fields}, LIMITS)
+    """The parameters of a completion."""
+    return read_value(CompletionBody, {"prompt": "x", **fields}, LIMITS).generation(LIMITS)
 
 
 def chat(**fields):
-    return parse_chat({"messages": USER, **fields}, LIMITS)
+    """A chat."""
+    return read_value(ChatBody, {"messages": USER, **fields}, LIMITS).chat(LIMITS)
 
 
 @pytest.mark.parametrize("parse", [completion, chat], ids=["completions", "chat"])
@@ -40,7 +43,7 @@ def chat(**fields):
         ("n", 0, "between 1 and 8"),
         ("n", 1.5, "between 1 and 8"),
         ("n", 100000, "between 1 and 8"),
-        ("max_tokens", -2473, "at least 1"),
+        ("max_tokens", -2473, "an integer of at least"),
         ("max_tokens", 1.5, "an integer"),
         ("max_tokens", "ten", "an integer"),
         ("max_tokens", True, "an integer"),
@@ -155,16 +158,16 @@ def test_unknown_fields_and_nulls_are_ignored():
 
 
 def test_values_that_mean_off_or_greedy():
-    assert completion(top_k=-1).params.sampling.top_k == 0
-    assert completion(top_k=0).params.sampling.top_k == 0
-    assert completion(top_p=0).params.sampling.top_k == 1
-    assert completion(temperature=1e-9).params.sampling.temperature == 0.0
-    assert completion(logit_bias={}).params.sampling.logit_bias == ()
+    assert completion(top_k=-1).sampling.top_k == 0
+    assert completion(top_k=0).sampling.top_k == 0
+    assert completion(top_p=0).sampling.top_k == 1
+    assert completion(temperature=1e-9).sampling.temperature == 0.0
+    assert completion(logit_bias={}).sampling.logit_bias == ()
 
 
 def test_defaults_follow_the_reference():
-    assert completion().params.sampling.max_new_tokens == 16
-    assert chat().params.sampling.max_new_tokens is None
+    assert (completion().sampling.max_new_tokens, completion().default_tokens) == (None, 16)
+    assert (chat().params.sampling.max_new_tokens, chat().params.default_tokens) == (None, None)
     assert chat(max_tokens=5, max_completion_tokens=7).params.sampling.max_new_tokens == 7
 
 
@@ -175,7 +178,7 @@ def test_a_model_of_another_name_is_not_found():
 
 
 def test_logprobs_of_nothing_but_the_chosen_token():
-    assert completion(logprobs=0).params.sampling.logprobs == 0
+    assert completion(logprobs=0).sampling.logprobs == 0
     assert chat(logprobs=True).params.sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).params.sampling.logprobs == 3
     with pytest.raises(InvalidRequest, match="logprobs to be true"):

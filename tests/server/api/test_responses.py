@@ -7,7 +7,9 @@ import json
 import openai
 import pytest
 
-from server.api.responses import chat_body
+from server.api.incoming import read_value
+from server.api.responses import ResponseBody
+from server.generation.params import ApiLimits
 from tests.server.server_kit import say
 
 PARAMETERS = {
@@ -150,7 +152,7 @@ def test_reasoning_is_an_item_of_its_own(thinker):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"temperature": -1}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"metadata": "x"}, "metadata"),
         ({"reasoning": 5}, "reasoning"),
     ],
@@ -174,9 +176,10 @@ def test_input_items_become_messages():
             {"type": "function_call_output", "call_id": "c1", "output": "1"},
         ],
     }
-    system, user, assistant, result = chat_body(body)["messages"]
+    limits = ApiLimits(model="m", vocab_size=100, context_length=1000)
+    system, user, assistant, result = read_value(ResponseBody, body, limits).chat(limits).messages
     assert system == {"role": "system", "content": "S"}
-    assert user["content"] == [{"type": "input_text", "text": "U"}]
+    assert user["content"] == "U"
     assert assistant["reasoning_content"] == "R"
     assert [call["id"] for call in assistant["tool_calls"]] == ["c1", "c2"]
     assert result == {"role": "tool", "tool_call_id": "c1", "content": "1"}

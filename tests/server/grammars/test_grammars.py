@@ -15,10 +15,13 @@ from jsonschema.validators import validator_for
 from tokenizers import decoders, models, normalizers
 
 from runtime.errors import InvalidRequest
+from server.api.grammar_fields import GrammarFields
+from server.api.incoming import read_value
 from server.formats.tools import TOOL_FAMILIES, answer_source, parse_tools, tool_family
+from server.generation.params import ApiLimits
 from server.grammars import sources as sources
 from server.grammars.compiler import GrammarCompiler, hugging_face_tokenizer
-from server.grammars.fields import source_of
+from server.grammars.output_rules import source_of
 from tests.fakes import IM_END as EOS
 from tests.fakes import IM_START, byte_tokenizer
 from tests.server.server_kit import MARKER
@@ -214,7 +217,9 @@ async def test_vocabulary_larger_than_the_model_s(compiler):
     ],
 )  # fmt: skip
 async def test_fields(compiler, body, yes, no):
-    grammar = await compiler.compile(*source_of(body, SPECIAL))
+    limits = ApiLimits(model="m", vocab_size=TOKENIZER.vocab_size, context_length=100)
+    rules = read_value(GrammarFields, body, limits).rules()
+    grammar = await compiler.compile(*source_of(rules, SPECIAL))
     for text in yes:
         matcher = grammar.matcher()
         assert follow(matcher, text), text

@@ -1,11 +1,8 @@
-"""Which fields of a request ask for structured output, and the grammar source they mean.
-
-Field names follow the OpenAI reference (`response_format`), vLLM (`guided_*`,
-`structured_outputs`) and SGLang (`json_schema`, `regex`, `ebnf`, for the native endpoint).
-"""
+"""What requests ask their output to look like, and the grammar sources that it means."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from runtime.errors import InvalidRequest
@@ -13,88 +10,51 @@ from server.grammars import sources as sources
 from server.grammars.sources import LarkBuilder, Source, Tag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-_KINDS: dict[str, Callable[[Any, str], Source]] = {
+
+@dataclass(frozen=True, slots=True)
+class OutputRule:
+    """What a request asks the output to look like.
+
+    Args:
+        name: the field that says so, for messages.
+        kind: json, regex, choice, grammar, json_object or structural_tag; rules how `value` reads.
+    """
+
+    name: str
+    kind: str
+    value: Any
+
+
+def source_of(
+    rules: Sequence[OutputRule], special_tokens: Mapping[str, int]
+) -> tuple[Source, str] | None:
+    """The grammar that a request asks for and the field it came from, or None.
+
+    Args: special_tokens: text of each special token of the tokenizer, with its id.
+    Raises: InvalidRequest: a rule that makes no sense, or two of them.
+    """
+    if len(rules) > 1:
+        first, second = rules[0].name, rules[1].name
+        raise InvalidRequest(
+            f"{first} and {second} both rule the output; give one of them", param=second
+        )
+    for rule in rules:
+        if rule.kind == "json_object":
+            return sources.any_json_object(rule.name), rule.name
+        if rule.kind == "structural_tag":
+            return structural_tag(rule.value, special_tokens, rule.name), rule.name
+        return _MAKERS[rule.kind](rule.value, rule.name), rule.name
+    return None
+
+
+_MAKERS: dict[str, Callable[[Any, str], Source]] = {
     "json": sources.json_schema,
     "regex": sources.regex,
     "choice": sources.choice,
     "grammar": sources.context_free,
 }
-_NATIVE = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
-RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-
-
-def source_of(
-    body: Mapping[str, Any], special_tokens: Mapping[str, int], *, native: bool = False
-) -> tuple[Source, str] | None:
-    """The grammar that a request body asks for and the field it came from, or None.
-
-    Args:
-        special_tokens: text of each special token of the tokenizer, with its id.
-        native: also read SGLang's names, as the native endpoint does.
-
-    Raises: InvalidRequest: a field that makes no sense, or two fields that ask at once.
-    """
-    asked: list[tuple[str, Callable[[], Source | None]]] = []
-    if (fmt := body.get("response_format")) is not None:
-        asked.append(("response_format", lambda: _response_format(fmt, special_tokens)))
-    for kind, make in _KINDS.items():
-        name = f"guided_{kind}"
-        if (value := body.get(name)) is not None:
-            asked.append((name, lambda m=make, v=value, n=name: m(v, n)))  # type: ignore[misc]
-    if (tag := body.get("structural_tag")) is not None:
-        asked.append(("structural_tag", lambda: structural_tag(tag, special_tokens)))
-    if (wish := body.get("structured_outputs")) is not None:
-        asked.append(("structured_outputs", lambda: _structured_outputs(wish, special_tokens)))
-    for name, kind in _NATIVE.items() if native else ():
-        if (value := body.get(name)) is not None:
-            make = _KINDS[kind]
-            asked.append((name, lambda m=make, v=value, n=name: m(v, n)))  # type: ignore[misc]
-    found = [(source, name) for name, make in asked if (source := make()) is not None]
-    if len(found) > 1:
-        raise InvalidRequest(
-            f"{found[0][1]} and {found[1][1]} both rule the output; give one of them",
-            param=found[1][1],
-        )
-    return found[0] if found else None
-
-
-def _response_format(fmt: Any, special_tokens: Mapping[str, int]) -> Source | None:
-    name = "response_format"
-    kind = fmt.get("type") if isinstance(fmt, dict) else None
-    if kind not in RESPONSE_FORMATS:
-        given = repr(kind) if isinstance(fmt, dict) else repr(fmt)
-        raise InvalidRequest(
-            f"{name}.type {given}: must be one of {', '.join(RESPONSE_FORMATS)}", param=name
-        )
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return sources.any_json_object(name)
-    if kind == "structural_tag":
-        return structural_tag(fmt, special_tokens, name)
-    holder = fmt.get("json_schema")
-    schema = holder.get("schema") if isinstance(holder, dict) else None
-    if schema is None:
-        raise InvalidRequest(f"{name}.json_schema.schema is missing", param=name)
-    return sources.json_schema(schema, f"{name}.json_schema.schema")
-
-
-def _structured_outputs(wish: Any, special_tokens: Mapping[str, int]) -> Source | None:
-    name = "structured_outputs"
-    known = (*_KINDS, "json_object", "structural_tag")
-    given = [k for k in known if wish.get(k) is not None] if isinstance(wish, dict) else []
-    if len(given) != 1:
-        raise InvalidRequest(
-            f"{name} must be an object with exactly one of {', '.join(known)}", param=name
-        )
-    kind = given[0]
-    if kind == "json_object":
-        return sources.any_json_object(name) if wish[kind] is True else None
-    if kind == "structural_tag":
-        return structural_tag(wish[kind], special_tokens, f"{name}.{kind}")
-    return _KINDS[kind](wish[kind], f"{name}.{kind}")
 
 
 def structural_tag(

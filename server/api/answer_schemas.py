@@ -1,0 +1,101 @@
+"""JSON schemas of answers, as /openapi.json shows them."""
+
+from __future__ import annotations
+
+from server.api.json_schema import (
+    BOOLEAN,
+    INTEGER,
+    NUMBER,
+    OBJECT,
+    STRING,
+    Schema,
+    array,
+    const,
+    described,
+    maybe,
+    record,
+    ref,
+)
+
+USAGE = record({"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER})
+FINISH = const("stop", "length", "tool_calls", "abort")
+
+
+def _choices(**fields: Schema) -> Schema:
+    return array(record({"index": INTEGER, "finish_reason": FINISH, **fields}), least=1)
+
+
+def _answer(kind: str, choices: Schema) -> Schema:
+    return record(
+        {
+            "id": STRING,
+            "object": const(kind),
+            "created": INTEGER,
+            "model": STRING,
+            "choices": choices,
+            "usage": USAGE,
+        }
+    )
+
+
+ANSWERS: dict[str, Schema] = {
+    "Error": record(
+        {"error": record({"message": STRING, "type": STRING}, {"param": STRING, "code": STRING})}
+    ),
+    "AnthropicError": record(
+        {"type": const("error"), "error": record({"type": STRING, "message": STRING})}
+    ),
+    "Completion": _answer("text_completion", _choices(text=STRING)),
+    "ChatCompletion": _answer(
+        "chat.completion",
+        _choices(
+            message=record(
+                {"role": const("assistant"), "content": maybe(STRING)},
+                {"reasoning_content": STRING, "tool_calls": array(ref("ToolCall"))},
+            )
+        ),
+    ),
+    "Response": record(
+        {
+            "id": STRING,
+            "object": const("response"),
+            "created_at": NUMBER,
+            "model": STRING,
+            "status": const("completed", "incomplete"),
+            "output": array(record({"type": STRING, "id": STRING})),
+            "usage": record(
+                {"input_tokens": INTEGER, "output_tokens": INTEGER, "total_tokens": INTEGER}
+            ),
+        }
+    ),
+    "Message": record(
+        {
+            "id": STRING,
+            "type": const("message"),
+            "role": const("assistant"),
+            "model": STRING,
+            "content": array(record({"type": const("text", "thinking", "tool_use")})),
+            "stop_reason": const("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+            "usage": record({"input_tokens": INTEGER, "output_tokens": INTEGER}),
+        },
+        {"stop_sequence": STRING},
+    ),
+    "Event": record({"data": described("JSON, or [DONE]", STRING)}, {"event": STRING}),
+    "TokenCount": record({"input_tokens": INTEGER}),
+    "Generated": {
+        "anyOf": [ref("GeneratedText"), array(ref("GeneratedText"))],
+    },
+    "GeneratedText": record({"text": STRING, "output_ids": array(INTEGER), "meta_info": OBJECT}),
+    "Tokens": record({"tokens": array(INTEGER), "count": INTEGER, "max_model_len": INTEGER}),
+    "Text": record({"prompt": STRING}),
+    "Aborted": record({"aborted": INTEGER}),
+    "Flushed": record({"flushed": BOOLEAN, "message": STRING}),
+    "Models": record({"object": const("list"), "data": array(ref("Model"), least=1)}),
+    "Model": record(
+        {"id": STRING, "object": const("model"), "created": INTEGER, "owned_by": STRING}
+    ),
+    "Health": record({"status": const("ok")}),
+    "ServerInfo": record({"version": STRING, "model": STRING, "options": OBJECT}),
+    "Steps": record({"total": INTEGER, "steps": array(OBJECT)}),
+    "Requests": record({"full": BOOLEAN, "reason": STRING, "requests": array(OBJECT)}),
+}

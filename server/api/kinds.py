@@ -1,0 +1,400 @@
+"""Kinds of values that a request body may hold: how each is read, told and published.
+
+`read` takes JSON as orjson made it and is strict: `true` is no number and 2.0 no integer. `allowed`
+is what error texts and the table of fields say; `schema` is what /openapi.json says. Each kind
+states its bounds once, for all three; a bound that the running server sets is a `Limit`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from runtime.errors import InvalidRequest, wrong
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from server.api.json_schema import Schema
+    from server.generation.params import ApiLimits
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A value that the model or an option sets. Args: told: where no server runs."""
+
+    told: str
+    of: Callable[[ApiLimits], Any]
+
+    def resolved(self, limits: ApiLimits | None) -> Any:
+        return self.told if limits is None else self.of(limits)
+
+
+Bound = float | Limit
+LAST_TOKEN_ID = Limit("the vocabulary's last", lambda limits: limits.vocab_size - 1)
+CONTEXT_LENGTH = Limit("the context length", lambda limits: limits.context_length)
+MAX_LOGPROBS = Limit("--max-logprobs", lambda limits: limits.max_logprobs)
+MAX_N = Limit("--max-n", lambda limits: limits.max_n)
+
+
+def resolved(value: Any, limits: ApiLimits | None) -> Any:
+    """A bound or default: itself, or what the server at hand has for it."""
+    return value.resolved(limits) if isinstance(value, Limit) else value
+
+
+# A body may hold any number of unknown names; more than these need not be told.
+MAX_UNKNOWN = 32
+
+
+@dataclass(slots=True)
+class Reading:
+    """One body that is being read. unknown: names in it that no declaration has."""
+
+    limits: ApiLimits
+    unknown: dict[str, None] = field(default_factory=dict)
+
+    def note(self, where: str) -> None:
+        """Takes down an unknown name. What differs only by its place in a list is one."""
+        if len(self.unknown) < MAX_UNKNOWN:
+            self.unknown[re.sub(r"\[\d+\]", "[]", where)] = None
+
+
+class Kind(ABC, Generic[T]):
+    """A kind of value. json_types: Python types of the JSON values that it may be made from."""
+
+    json_types: tuple[type, ...]
+
+    @abstractmethod
+    def read(self, value: Any, where: str, reading: Reading) -> T:
+        """The value. Raises: InvalidRequest: it is not of this kind; `where` names it."""
+
+    @abstractmethod
+    def allowed(self, limits: ApiLimits | None) -> str:
+        """What is allowed, to follow "must be". limits: None where no server runs."""
+
+    @abstractmethod
+    def schema(self, limits: ApiLimits) -> Schema:
+        """The JSON schema of exactly the values that `read` takes."""
+
+    def parts(self) -> tuple[type[Any], ...]:
+        """The bodies that such a value may be or hold."""
+        return ()
+
+    def wrong(self, value: Any, where: str, reading: Reading) -> InvalidRequest:
+        return wrong(where, value, self.allowed(reading.limits))
+
+
+class Boolean(Kind[bool]):
+    json_types = (bool,)
+
+    def read(self, value: Any, where: str, reading: Reading) -> bool:
+        if not isinstance(value, bool):
+            raise self.wrong(value, where, reading)
+        return value
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        return "true or false"
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Kind[str]):
+    """A string. pattern: of the whole string, told by `form`."""
+
+    least: int = 0
+    most: int | None = None
+    pattern: str | None = None
+    form: str = ""
+    json_types = (str,)
+
+    def read(self, value: Any, where: str, reading: Reading) -> str:
+        good = isinstance(value, str) and self.least <= len(value) <= (self.most or len(value))
+        if not good or (self.pattern and not re.fullmatch(self.pattern, value)):
+            raise self.wrong(value, where, reading)
+        return str(value)
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        if self.form:
+            return self.form
+        if self.most is not None:
+            return f"a string of {self.least} to {self.most} characters"
+        return "a string that is not empty" if self.least else "a string"
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        found: Schema = {"type": "string"}
+        if self.pattern:
+            return {**found, "pattern": f"^(?:{self.pattern})$"}
+        if self.least:
+            found["minLength"] = self.least
+        if self.most is not None:
+            found["maxLength"] = self.most
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Integer(Kind[int]):
+    low: int
+    high: int | Limit | None = None
+    json_types = (int,)
+
+    def read(self, value: Any, where: str, reading: Reading) -> int:
+        high = resolved(self.high, reading.limits)
+        if type(value) is not int or value < self.low or (high is not None and value > high):
+            raise self.wrong(value, where, reading)
+        return value
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        if self.high is None:
+            return f"an integer of at least {self.low}"
+        return f"an integer between {self.low} and {resolved(self.high, limits)}"
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        top = {} if self.high is None else {"maximum": resolved(self.high, limits)}
+        return {"type": "integer", "minimum": self.low, **top}
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Kind[float]):
+    """A finite number."""
+
+    low: float
+    high: float = math.inf
+    json_types = (int, float)
+
+    def read(self, value: Any, where: str, reading: Reading) -> float:
+        good = type(value) in (int, float) and math.isfinite(value)
+        if not good or not self.low <= value <= self.high:
+            raise self.wrong(value, where, reading)
+        return float(value)
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        if math.isinf(self.high):
+            return f"a number of at least {self.low:g}"
+        return f"a number from {self.low:g} to {self.high:g}"
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        top = {} if math.isinf(self.high) else {"maximum": self.high}
+        return {"type": "number", "minimum": self.low, **top}
+
+
+class Choice(Kind[str]):
+    """One of some strings."""
+
+    json_types = (str,)
+
+    def __init__(self, *values: str) -> None:
+        self.values = values
+
+    def read(self, value: Any, where: str, reading: Reading) -> str:
+        if value not in self.values:
+            raise self.wrong(value, where, reading)
+        return str(value)
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        return ("one of " if len(self.values) > 1 else "") + ", ".join(self.values)
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        return {"type": "string", "enum": list(self.values)}
+
+
+class JsonObject(Kind[dict[str, Any]]):
+    """Any object; what is in it is not this API's. about: what it is."""
+
+    json_types = (dict,)
+
+    def __init__(self, about: str = "") -> None:
+        self.about = about
+
+    def read(self, value: Any, where: str, reading: Reading) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise self.wrong(value, where, reading)
+        return value
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        return "a JSON object" + (f": {self.about}" if self.about else "")
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        return {"type": "object", **({"description": self.about} if self.about else {})}
+
+
+class Items(Kind[list[T]]):
+    """A list of values of one kind. of: what to call them, in the plural."""
+
+    json_types = (list,)
+
+    def __init__(self, kind: Kind[T], of: str, least: int = 0, most: Bound | None = None) -> None:
+        self.kind, self.of, self.least, self.most = kind, of, least, most
+
+    def read(self, value: Any, where: str, reading: Reading) -> list[T]:
+        most = resolved(self.most, reading.limits)
+        if not isinstance(value, list) or len(value) < self.least:
+            raise self.wrong(value, where, reading)
+        if most is not None and len(value) > most:
+            raise self.wrong(value, where, reading)
+        read = self.kind.read
+        return [read(item, f"{where}[{index}]", reading) for index, item in enumerate(value)]
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        if self.most is not None:
+            return f"a list of {self.least} to {resolved(self.most, limits)} {self.of}"
+        return (
+            f"a list of at least {self.least} {self.of}" if self.least else f"a list of {self.of}"
+        )
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        top = {} if self.most is None else {"maxItems": resolved(self.most, limits)}
+        items = self.kind.schema(limits)
+        return {"type": "array", "items": items, "minItems": self.least, **top}
+
+    def parts(self) -> tuple[type[Any], ...]:
+        return self.kind.parts()
+
+
+@dataclass(frozen=True, slots=True)
+class Texts(Kind[tuple[str, ...]]):
+    """A string or a list of strings, none empty."""
+
+    most: int
+    longest: int = 4096
+    json_types = (str, list)
+
+    def read(self, value: Any, where: str, reading: Reading) -> tuple[str, ...]:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or len(items) > self.most:
+            raise self.wrong(value, where, reading)
+        if not all(isinstance(item, str) and 0 < len(item) <= self.longest for item in items):
+            raise self.wrong(value, where, reading)
+        return tuple(items)
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        each = f"1 to {self.longest} characters"
+        return f"a string or a list of at most {self.most} strings, each of {each}"
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        one: Schema = {"type": "string", "minLength": 1, "maxLength": self.longest}
+        return {"anyOf": [one, {"type": "array", "items": one, "maxItems": self.most}]}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds(Kind[list[int]]):
+    """A list of ids of the vocabulary."""
+
+    least: int = 0
+    json_types = (list,)
+
+    def read(self, value: Any, where: str, reading: Reading) -> list[int]:
+        if not isinstance(value, list) or len(value) < self.least:
+            raise self.wrong(value, where, reading)
+        vocab_size = reading.limits.vocab_size
+        for token_id in value:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise wrong(where, token_id, f"a token id between 0 and {vocab_size - 1}")
+        return value
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        least = f" at least {self.least}" if self.least else ""
+        return f"a list of{least} token ids between 0 and {resolved(LAST_TOKEN_ID, limits)}"
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        one = Integer(0, LAST_TOKEN_ID).schema(limits)
+        return {"type": "array", "items": one, "minItems": self.least}
+
+
+class LogitBias(Kind[tuple[tuple[int, float], ...]]):
+    """An object of token ids (as text) and what is added to their logits."""
+
+    json_types = (dict,)
+    _bias = Number(-100, 100)
+
+    def read(self, value: Any, where: str, reading: Reading) -> tuple[tuple[int, float], ...]:
+        if not isinstance(value, dict):
+            raise self.wrong(value, where, reading)
+        vocab_size = reading.limits.vocab_size
+        pairs = []
+        for key, bias in value.items():
+            token_id = int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else -1
+            if not 0 <= token_id < vocab_size:
+                raise wrong(where, key, f"a token id between 0 and {vocab_size - 1}")
+            pairs.append((token_id, self._bias.read(bias, f"{where}.{key}", reading)))
+        return tuple(pairs)
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        last = resolved(LAST_TOKEN_ID, limits)
+        return f"an object of token ids between 0 and {last}, each with a number from -100 to 100"
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": self._bias.schema(limits),
+            "description": f"keys are token ids from 0 to {limits.vocab_size - 1}",
+        }
+
+
+class Either(Kind[Any]):
+    """A value of one of several kinds, told apart by their JSON types."""
+
+    def __init__(self, *kinds: Kind[Any]) -> None:
+        self.kinds = kinds
+        self.json_types = tuple(one for kind in kinds for one in kind.json_types)
+
+    def read(self, value: Any, where: str, reading: Reading) -> Any:
+        for kind in self.kinds:
+            if type(value) in kind.json_types:
+                return kind.read(value, where, reading)
+        raise self.wrong(value, where, reading)
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        return ", or ".join(kind.allowed(limits) for kind in self.kinds)
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        return {"anyOf": [kind.schema(limits) for kind in self.kinds]}
+
+    def parts(self) -> tuple[type[Any], ...]:
+        return tuple(part for kind in self.kinds for part in kind.parts())
+
+
+class Checked(Kind[Any]):
+    """A value of another kind, as it was given: for what is read elsewhere."""
+
+    def __init__(self, kind: Kind[Any]) -> None:
+        self.kind, self.json_types = kind, kind.json_types
+
+    def read(self, value: Any, where: str, reading: Reading) -> Any:
+        self.kind.read(value, where, reading)
+        return value
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        return self.kind.allowed(limits)
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        return self.kind.schema(limits)
+
+    def parts(self) -> tuple[type[Any], ...]:
+        return self.kind.parts()
+
+
+class Made(Kind[T]):
+    """A value of another kind, made into something else."""
+
+    def __init__(self, kind: Kind[Any], make: Callable[[Any], T]) -> None:
+        self.kind, self.make, self.json_types = kind, make, kind.json_types
+
+    def read(self, value: Any, where: str, reading: Reading) -> T:
+        return self.make(self.kind.read(value, where, reading))
+
+    def allowed(self, limits: ApiLimits | None) -> str:
+        return self.kind.allowed(limits)
+
+    def schema(self, limits: ApiLimits) -> Schema:
+        return self.kind.schema(limits)
+
+    def parts(self) -> tuple[type[Any], ...]:
+        return self.kind.parts()
