@@ -65,6 +65,11 @@ class SchedulerConfig:
     capacity_tokens: int  # KV tokens of the pool, the reserved page 0 included
     context_length: int
     eos_token_ids: frozenset[int] = frozenset()
+    # The default on a CPU: chunks whose predicted step stays within this time; 0: none.
+    step_bound_ms: float = 0.0
+    # What the step-time model starts from: (tokens, square, rows, context, seconds) of each step,
+    # see `runtime.scheduling.step_time_model.StepShape`.
+    measured_steps: tuple[tuple[float, ...], ...] = ()
 
     page_size: int = option(16, "KV tokens of a page (1 works)")
     max_running_requests: int = option(256, "requests that may hold KV at once")
@@ -73,7 +78,11 @@ class SchedulerConfig:
     )
     max_prefill_tokens: int = option(16384, "upper bound of prefill tokens of a step")
     max_prefill_requests: int = option(0, "prompts admitted in one step; 0: no cap")
-    truncation_align_size: int = option(0, "chunks of a prompt end at multiples of this; 0: off")
+    truncation_align_size: int = option(
+        0,
+        "every chunk of a prompt but its last ends at a position that is a multiple of this, itself"
+        " one of page_size; 0: off",
+    )
     disable_mixed_chunk: bool = option(False, "prefill steps carry no decode rows")
     disable_radix_cache: bool = option(False, "no reuse of prefixes between requests")
     eviction_policy: str = option("lru", "what the cache drops first", choices=EVICTION_POLICIES)
@@ -91,7 +100,9 @@ class SchedulerConfig:
         False, "cut chunks so that each takes about the same time"
     )
     tpot_slo_ms: float = option(
-        0.0, "largest chunk whose predicted mixed step stays within this time; 0: off"
+        0.0,
+        "largest chunk whose predicted step stays within this time while running requests wait for"
+        " it; 0: off",
     )
     enable_prefill_delayer: bool = option(False, "gather prefills to protect decode throughput")
     delayer_max_passes: int = option(30, "passes that the prefill delayer may hold prompts back")
@@ -124,11 +135,18 @@ class SchedulerConfig:
             value = getattr(self, name)
             if not value >= minimum:
                 raise ConfigError(f"{name} {value}: must be at least {minimum}")
-        if 0 < chunk < self.truncation_align_size:
+        align = self.truncation_align_size
+        if align % page:
             raise ConfigError(
-                f"truncation_align_size {self.truncation_align_size}: must be at most"
-                f" chunked_prefill_size ({chunk}), or no long prompt could ever be cut"
+                f"truncation_align_size {align}: must be a multiple of page_size ({page})"
             )
+        for name in ("chunked_prefill_size", "max_prefill_tokens"):
+            most = getattr(self, name)
+            if 0 < most < align:
+                raise ConfigError(
+                    f"truncation_align_size {align}: must be at most {name} ({most}), or no long"
+                    " prompt could ever be cut"
+                )
         if self.capacity_tokens < 3 * page:
             raise ConfigError(
                 f"max_total_tokens {self.capacity_tokens}: must be at least three pages"

@@ -219,7 +219,8 @@ class Admission:
         chunked, mixed = self._life.chunked, self._mixed_rows()
         context = sum([request.length for request in mixed])
         history = 0 if chunked is None else chunked.length
-        size = self.sizer.choose(ChunkLoad(history, len(mixed), context))
+        held_back = len(self._life.running) - len(mixed)
+        size = self.sizer.choose(ChunkLoad(history, len(mixed), context, held_back))
         self.chunk_tokens = size.tokens
         return size
 

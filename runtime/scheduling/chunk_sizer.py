@@ -1,4 +1,4 @@
-"""How many prefill tokens a step gets: fixed, fitted to equal times, or fitted to a target.
+"""How many prefill tokens a step gets: fixed, fitted to equal times, or fitted to a time.
 
 Asked once per pass that has prompts to compute; told the time of every step, which is an input
 like any other (`StepOutput.device_s`, through `Scheduler.commit`), so that a replay chooses alike.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SMOOTHING = 0.75
 ALIGN_TOKENS = 64
 NO_STATIC = 1 << 30
-PAGE_PARTS = 4  # the SLO's smallest chunk of a started prompt is this part of a page
+PAGE_PARTS = 4  # the smallest timed chunk of a started prompt is this part of a page
 
 
 class ChunkLoad(NamedTuple):
@@ -29,11 +29,13 @@ class ChunkLoad(NamedTuple):
     Args:
         history: tokens that the pending chunk's prompt has computed; 0 without one.
         rows, context: decode rows that ride along, and their tokens together.
+        held_back: running rows that do not, and get no token while this step runs.
     """
 
     history: int
     rows: int
     context: int
+    held_back: int = 0
 
 
 class ChunkSize(NamedTuple):
@@ -59,8 +61,8 @@ class ChunkSizer(Protocol):
 
 def make_chunk_sizer(config: SchedulerConfig) -> ChunkSizer:
     """The sizer that the options ask for."""
-    if config.tpot_slo_ms > 0:
-        return SloChunkSizer(config)
+    if config.tpot_slo_ms > 0 or config.step_bound_ms > 0:
+        return TimedChunkSizer(config)
     if config.enable_dynamic_chunking and config.chunked_prefill_size > 0:
         return DynamicChunkSizer(config)
     return StaticChunkSizer(config)
@@ -121,7 +123,8 @@ def predict_next_chunk_size(history: int, a: float, b: float, base: int, page_si
     linear = 2 * a * history + b
     exact = (math.sqrt(linear * linear + 4 * a * target) - linear) / (2 * a)
     smooth = base + SMOOTHING * (exact - base)
-    align = max(page_size, ALIGN_TOKENS)
+    # Never above the base: sizes are cut to it, not grown.
+    align = min(max(page_size, ALIGN_TOKENS), max(base // page_size * page_size, 1))
     # The root comes out a hair below the whole number that it stands for.
     return max(int(max(smooth, base / 4) + 1e-6) // align * align, align)
 
@@ -143,47 +146,52 @@ class SlowStart:
             self.size = max(self.size // 2 // self.page_size * self.page_size, self.page_size)
 
 
-class SloChunkSizer:
-    """--tpot-slo-ms: the largest chunk whose predicted mixed step stays within the target.
+class TimedChunkSizer:
+    """The largest chunk whose predicted step stays within a time: --tpot-slo-ms for a step that
+    running rows wait for, the default bound for every other one.
 
     The prediction is the model's mean plus the 95 % quantile of its recent errors: by the mean
-    alone half of the steps would miss. A step without decode rows delays nobody's next token and
-    gets the static size.
+    alone half of the steps would miss. Without a bound, a step that delays nobody's next token gets
+    the static size. The model starts from the steps measured at start, where there are any.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._page = config.page_size
+        self._unit = config.truncation_align_size or config.page_size
         static = config.chunked_prefill_size
+        self._static = ChunkSize(static if static > 0 else None)
         self._limit = min(static if static > 0 else NO_STATIC, config.max_prefill_tokens)
-        self._target_s = config.tpot_slo_ms / 1000
+        self._bound_s = config.step_bound_ms / 1000
+        self._target_s = config.tpot_slo_ms / 1000 or self._bound_s
+        self._slow_start = SlowStart(self._unit, self._limit, self._target_s, self._unit)
+        self._reach = TargetReach() if config.tpot_slo_ms else None
+        # Where they are of another size, steps without decode rows say little of those with some.
+        self._learns_from_all = config.disable_mixed_chunk or self._bound_s > 0
         self._model = StepTimeModel()
-        self._slow_start = SlowStart(self._page, self._limit, self._target_s, self._page)
-        self._reach = TargetReach()
+        for *shape, seconds in config.measured_steps:
+            self._model.observe(StepShape(*map(int, shape)), seconds)
         self.predicted_s: float | None = None
 
     @property
     def feasible(self) -> bool | None:
-        """Whether the smallest chunks hold the target of late; None before it is known. When it
-        changes, and with which confidence: see `TargetReach`."""
-        return self._reach.within
+        """Whether the smallest chunks hold the target of late; None without a target, or before it
+        is known. When it changes, and with which confidence: see `TargetReach`."""
+        return None if self._reach is None else self._reach.within
 
     def choose(self, load: ChunkLoad) -> ChunkSize:
+        target_s = self._target_s if load.rows or load.held_back else self._bound_s
+        if not target_s:
+            return self._static
         fitted = self._model.coefficients
-        if not load.rows:
-            static = self._config.chunked_prefill_size
-            return ChunkSize(static if static > 0 else None)
         if fitted is None:
             return ChunkSize(self._slow_start.size, exact=True)
-        margin = self._model.margin_s
-        fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + margin
-        smallest = self._smallest(load.history)
+        fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + self._model.margin_s
         most = _largest_within(
-            self._target_s - fixed, fitted.square, fitted.token, load.history, self._limit
+            target_s - fixed, fitted.square, fitted.token, load.history, self._limit
         )
-        unit = self._page if most >= self._page else smallest
+        unit = self._unit if most >= self._unit else self._smallest(load.history)
         # Out of reach is out of reach: the smallest pieces would only make it last longer.
-        size = most // unit * unit or self._page
+        size = most // unit * unit or self._unit
         self.predicted_s = fixed + _prefill_s(fitted.square, fitted.token, size, load.history)
         return ChunkSize(size, exact=True)
 
@@ -191,15 +199,19 @@ class SloChunkSizer:
         """A prompt begins with a page, and may go on with parts of one: beside a few rows of a
         small model on a CPU, computing a page of 16 tokens takes as long as the decode step, and
         the end of a long prompt would miss a target of twice that step."""
-        return max(self._page // PAGE_PARTS, 1) if history else self._page
+        if not history or self._config.truncation_align_size:
+            return self._unit
+        return max(self._unit // PAGE_PARTS, 1)
 
     def observe(self, batch: ScheduleBatch, seconds: float) -> None:
         shape = shape_of(batch)
-        if not shape.rows:
+        if not shape.rows and not self._learns_from_all:
             return
         self._model.observe(shape, seconds)
-        if shape.tokens:
-            self._slow_start.observe(seconds)
+        if not shape.tokens:
+            return
+        self._slow_start.observe(seconds)
+        if self._reach is not None:
             smallest_s = self._with_smallest_chunk(batch, shape, seconds)
             if smallest_s is not None:
                 self._reach.observe(held=smallest_s <= self._target_s)

@@ -109,15 +109,21 @@ class PrefillAdder:
         clip = config.clip_max_new_tokens
         outputs = sum([min(r.max_new_tokens - r.launched_tokens, clip) for r in load.running])
         self.off_total: float = load.mixed_rows + load.new_token_ratio * outputs
+        # Where a piece of a prompt may end.
+        align = config.truncation_align_size
+        self._cut = align or page
         floor = page
         if chunk_tokens is not None:
-            # However many decode rows there are, prefill never starves behind them.
-            floor = min(chunk_tokens, max(page, chunk_tokens // 4 // page * page))
+            # However many decode rows there are, prefill never starves behind them; and whatever
+            # size was chosen, it reaches the next place where the first prompt may be cut.
+            floor = max(min(chunk_tokens, max(page, chunk_tokens // 4 // page * page)), align)
         self.rem_input = max(config.max_prefill_tokens - load.mixed_rows, floor)
         self.rem_chunk = NO_LIMIT
         if chunk_tokens is not None:
             self.rem_chunk = (
-                chunk_tokens if exact_chunk else max(chunk_tokens - load.mixed_rows, floor)
+                max(chunk_tokens, align)
+                if exact_chunk
+                else max(chunk_tokens - load.mixed_rows, floor)
             )
         self._chunking = chunk_tokens is not None
         self.admitted: list[Admitted] = []
@@ -144,11 +150,14 @@ class PrefillAdder:
         return kv_need(extend, self._reserve(request), self._page)
 
     def add_chunked(self, request: Request) -> None:
-        """Goes on with the pending chunk, which may end inside a page. With nothing free it waits
-        with the KV it has: `admitted` then stays empty, and the reason is kv_step."""
+        """Goes on with the pending chunk, which may end inside a page unless cuts are aligned. With
+        too little free it waits with the KV it has: `admitted` then stays empty, and the reason is
+        kv_step."""
         self.chunked = request
         left = request.scheduling.target - request.length
         tokens = min(self.rem_chunk, self.rem_total, self.cur_rem, left)
+        if tokens < left and self._config.truncation_align_size:
+            tokens = self._cut_behind(request.length, tokens)
         if tokens <= 0:
             self.reason = Reason.KV_STEP
             return
@@ -188,7 +197,7 @@ class PrefillAdder:
 
     def _admit(self, request: Request, match: PrefixMatch, extend: int) -> Verdict:
         whole = self._ceil(extend) <= self.rem_chunk
-        tokens = extend if whole else self._truncated(match.tokens)
+        tokens = extend if whole else self._cut_behind(match.tokens, self.rem_chunk)
         if tokens <= 0:
             return self._refuse(Verdict.OTHER, Reason.CHUNK_BUDGET)
         if self._ceil(tokens) > self.cur_rem:
@@ -200,12 +209,9 @@ class PrefillAdder:
         self._charge(tokens, self._reserve(request) if whole else 0)
         return self._verdict()
 
-    def _truncated(self, prefix: int) -> int:
-        tokens = self._floor(self.rem_chunk)
-        align = self._config.truncation_align_size
-        if align > 0:
-            tokens = tokens // align * align
-        return self._floor(prefix + tokens) - prefix
+    def _cut_behind(self, start: int, most: int) -> int:
+        """Tokens of a piece from `start` on that ends where a prompt may be cut; <= 0: none."""
+        return (start + most) // self._cut * self._cut - start
 
     def _check_known_length(self, request: Request, extend: int) -> Verdict | None:
         """Whether a request whose output length is known, nothing of it cached, fits beside the

@@ -13,8 +13,8 @@ from runtime.scheduling.chunk_sizer import (
     ChunkLoad,
     ChunkSizer,
     DynamicChunkSizer,
-    SloChunkSizer,
     StaticChunkSizer,
+    TimedChunkSizer,
     make_chunk_sizer,
     predict_next_chunk_size,
 )
@@ -32,6 +32,13 @@ def test_chunks_shrink_as_the_history_grows(history: int, expected: int) -> None
 
 def test_a_chunk_is_never_below_a_quarter_of_the_base() -> None:
     assert predict_next_chunk_size(10_000_000, 2e-5, 0.5, 512, PAGE) == 128
+
+
+@pytest.mark.parametrize("base", [32, 48, 100])
+def test_a_chunk_is_never_above_its_base(base: int) -> None:
+    sizes = {predict_next_chunk_size(h, 2e-5, 0.5, base, PAGE) for h in range(0, 40_000, 500)}
+    assert max(sizes) <= base
+    assert min(sizes) >= base / 4
 
 
 def test_chunks_of_one_prompt_take_about_the_same_time() -> None:
@@ -112,7 +119,7 @@ def slo_config(target_ms: float) -> Any:
 @pytest.mark.parametrize("noise", [0.02, 0.08], ids=["quiet machine", "noisy machine"])
 def test_mixed_steps_stay_within_a_feasible_target(seed: int, noise: float) -> None:
     # Decode alone takes 10 ms; the smallest chunk, 24 rows together, about 17.8.
-    sizer = SloChunkSizer(slo_config(24.0))
+    sizer = TimedChunkSizer(slo_config(24.0))
     times = serve(sizer, Device(seed, noise), prompts=12)
     within = sum(t <= 0.024 for t in times) / len(times)
     assert within >= 0.95
@@ -120,14 +127,14 @@ def test_mixed_steps_stay_within_a_feasible_target(seed: int, noise: float) -> N
 
 
 def test_a_target_is_used_not_only_kept() -> None:
-    sizer = SloChunkSizer(slo_config(60.0))
+    sizer = TimedChunkSizer(slo_config(60.0))
     times = serve(sizer, Device(1, 0.02), prompts=12)
     assert len(times) / 12 < 1500 / 48, "chunks stay far below what the target allows"
     assert sum(t <= 0.060 for t in times) / len(times) >= 0.95
 
 
 def test_an_infeasible_target_is_reported() -> None:
-    sizer = SloChunkSizer(slo_config(11.0))
+    sizer = TimedChunkSizer(slo_config(11.0))
     serve(sizer, Device(1), prompts=4)
     assert sizer.feasible is False
     assert sizer.choose(ChunkLoad(0, 8, 1600)).tokens == PAGE, "prefill goes on all the same"
@@ -187,7 +194,7 @@ class ArithmeticBound:
 
 
 def answers_on(
-    device: ArithmeticBound, sizer: SloChunkSizer, target_s: float
+    device: ArithmeticBound, sizer: TimedChunkSizer, target_s: float
 ) -> tuple[list[bool | None], float]:
     """What the sizer said after each mixed step, and the share of them within the target, while
     long prompts come and short ones between them, all beside eight decoding rows."""
@@ -215,7 +222,7 @@ def answers_on(
 def test_a_held_target_is_said_to_be_feasible_though_every_prompt_begins_beyond_it(
     target_s: float, seed: int
 ) -> None:
-    sizer = SloChunkSizer(slo_config(1e3 * target_s))
+    sizer = TimedChunkSizer(slo_config(1e3 * target_s))
     said, within = answers_on(ArithmeticBound(seed), sizer, target_s)
     assert within >= 0.95
     known = said[said.index(True) :]
@@ -224,25 +231,64 @@ def test_a_held_target_is_said_to_be_feasible_though_every_prompt_begins_beyond_
 
 
 def test_what_no_step_can_hold_where_arithmetic_bounds_it_is_said_once() -> None:
-    sizer = SloChunkSizer(slo_config(88.0))  # 1.1 decode steps
+    sizer = TimedChunkSizer(slo_config(88.0))  # 1.1 decode steps
     said, within = answers_on(ArithmeticBound(0), sizer, 0.088)
     assert within == 0.0
     assert set(said[said.index(False) :]) == {False}
 
 
 def test_feasibility_is_unknown_before_steps_were_measured() -> None:
-    assert SloChunkSizer(slo_config(20.0)).feasible is None
+    assert TimedChunkSizer(slo_config(20.0)).feasible is None
+
+
+def test_prefill_steps_that_running_rows_wait_for_stay_within_the_target() -> None:
+    """--disable-mixed-chunk: the rows are not in the step, and wait for it all the same."""
+    driver = Driver(
+        config(
+            page_size=PAGE,
+            capacity_tokens=32768,
+            chunked_prefill_size=128,
+            max_running_requests=16,
+            tpot_slo_ms=40.0,
+            disable_mixed_chunk=True,
+        ),
+        checked=False,
+    )
+    device, inner = Device(1, 0.02), driver.device.run
+    times, sizes = [], []
+
+    def run(batch: ScheduleBatch) -> StepOutput:
+        output = inner(batch)
+        context = sum(batch.prefix_lens[batch.num_prefill :]) + batch.num_decode
+        history = batch.prefix_lens[0] if batch.num_prefill else 0
+        output.device_s = device.seconds(batch.prefill_tokens, history, batch.num_decode, context)
+        if batch.num_prefill and driver.scheduler.statistics().running:
+            times.append(output.device_s)
+            sizes.append(batch.prefill_tokens)
+        return output
+
+    driver.device.run = run  # type: ignore[method-assign]
+    driver.add(*[request(f"stream{i}", 64, 2000) for i in range(8)])
+    for turn in range(900):
+        if turn % 60 == 20:
+            driver.add(request(f"prompt{turn}", 500, 1))
+        driver.step()
+    assert len(times) > 15 * 500 / 128
+    judged = times[9:]  # the first are there to learn from
+    assert sum(t <= 0.040 for t in judged) / len(judged) >= 0.95
+    assert max(sizes) > 2 * PAGE, "chunks stay far below what the target allows"
+    assert driver.scheduler.slo_feasible is not False
 
 
 def test_a_step_that_delays_nobody_gets_the_static_size() -> None:
-    sizer = SloChunkSizer(slo_config(11.0))
+    sizer = TimedChunkSizer(slo_config(11.0))
     assert sizer.choose(ChunkLoad(0, 0, 0)).tokens == 128
 
 
 def test_options_choose_the_sizer() -> None:
     assert isinstance(make_chunk_sizer(config()), StaticChunkSizer)
     assert isinstance(make_chunk_sizer(config(enable_dynamic_chunking=True)), DynamicChunkSizer)
-    assert isinstance(make_chunk_sizer(config(tpot_slo_ms=20.0)), SloChunkSizer)
+    assert isinstance(make_chunk_sizer(config(tpot_slo_ms=20.0)), TimedChunkSizer)
     off = make_chunk_sizer(config(chunked_prefill_size=-1))
     assert off.choose(ChunkLoad(0, 4, 100)).tokens is None
 

@@ -195,13 +195,36 @@ def test_request_cap_of_a_step() -> None:
     assert step.reason is Reason.POLICY
 
 
-def test_truncation_alignment() -> None:
+def test_aligned_cuts_end_at_multiples_wherever_the_prompt_begins() -> None:
     step = adder(chunk=100, page_size=1, truncation_align_size=64)
     step.add(waiting(1000, 4), NO_MATCH)
     assert step.admitted[0].tokens == 64
+    step = adder(chunk=100, page_size=1, truncation_align_size=64)
+    step.add(waiting(1000, 4), PrefixMatch(50, None))
+    assert (step.admitted[0].start, step.admitted[0].tokens) == (50, 128 - 50)
+
+
+def test_a_size_below_the_alignment_is_raised_to_it_for_the_first_prompt_of_a_step() -> None:
     step = adder(chunk=100, page_size=1, truncation_align_size=128, chunked_prefill_size=128)
     assert step.add(waiting(1000, 4), NO_MATCH) is Verdict.OTHER
+    assert step.admitted[0].tokens == 128
+    step = adder(chunk=100, page_size=1, truncation_align_size=128, chunked_prefill_size=128)
+    step.add(waiting(10, 4), NO_MATCH)
+    assert step.add(waiting(1000, 4), NO_MATCH) is Verdict.OTHER
+    assert step.reason is Reason.CHUNK_BUDGET
+    assert len(step.admitted) == 1
+
+
+def test_an_aligned_chunk_that_no_memory_reaches_waits() -> None:
+    made = waiting(500, 4)
+    made.length = 64
+    step = adder(63, page_size=1, truncation_align_size=64)
+    step.add_chunked(made)
     assert not step.admitted
+    assert step.reason is Reason.KV_STEP
+    step = adder(64, page_size=1, truncation_align_size=64)
+    step.add_chunked(made)
+    assert step.admitted[0].tokens == 64
 
 
 def test_outputs_beyond_the_clip_are_not_reserved() -> None:
