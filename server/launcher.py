@@ -50,7 +50,8 @@ SHUTDOWN_SECONDS = 2.0
 
 
 def run(config: ServerConfig) -> int:
-    """Serves until told to stop. Returns the exit status: 0 after a drain, 1 if it cannot start."""
+    """Serves until told to stop. Returns the exit status: 0 after a drain, 2 if it cannot start
+    with what it was told."""
     _set_up_logging(config)
     signal.signal(signal.SIGTERM, _leave_while_starting)
     started = time.perf_counter()
@@ -60,7 +61,7 @@ def run(config: ServerConfig) -> int:
         service = make_service(config, _load(config))
     except LoomserveError as error:
         print(f"loomserve: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         return 130
     _progress(f"started in {time.perf_counter() - started:.1f} s")

@@ -7,6 +7,7 @@ writable buffer that `torch.frombuffer` (or numpy) reads without a copy.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -82,7 +83,13 @@ def is_gguf(path: Path) -> bool:
             raise ModelError(f"{path}: has no config.json, so it is no Hugging Face model folder")
         return False
     if not path.exists():
-        raise ModelError(f"{path}: no such folder or file")
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+            hint = (
+                ". If it is a model of the Hugging Face hub, fetch it first (hf download"
+                f" {path} --local-dir FOLDER) and name the folder"
+            )
+        raise ModelError(f"{path}: no such folder or file{hint}")
     if path.suffix != ".gguf":
         raise ModelError(f"{path}: neither a folder nor a .gguf file")
     return True

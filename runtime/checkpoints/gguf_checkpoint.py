@@ -16,10 +16,12 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from runtime.checkpoints.checkpoint import RawTensor, TensorInfo, tensor_info
+from runtime.checkpoints.gguf_file import GgufFile
+from runtime.checkpoints.gguf_metadata import GgufMetadata, shortest
 from runtime.errors import ModelError
 
 if TYPE_CHECKING:
@@ -58,6 +60,13 @@ _LAYER_NAMES = {
 }
 _FREQUENCIES = "rope_freqs.weight"  # Llama 3's rotary scaling, as one divisor per frequency
 _IGNORED = re.compile(r"rope_freqs\.weight|.*\.rope_freqs\.weight|.*\.attn_rot_embd")
+# Texts of tokens by which models end a turn. Files name one end, often the base model's, and leave
+# out the one that the chat template writes; llama.cpp too stops at each of these.
+_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|endoftext|>"),
+    *("<|end_of_text|>", "</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    "<end_of_utterance>",
+)
 _PLAIN_TYPES = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
@@ -71,32 +80,28 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         """Raises: ModelError: not a GGUF file, or of a family this server does not know."""
         self.path = path
-        try:
-            reader = GGUFReader(path)
-        except (ValueError, OSError, IndexError) as error:
-            raise ModelError(f"{path}: not a GGUF file, or cut short ({error})") from error
-        self.metadata = {name: field.contents() for name, field in reader.fields.items()}
-        architecture = self.metadata.get("general.architecture")
-        if architecture not in _ARCHITECTURES:
+        file = GgufFile(path)
+        self.metadata = GgufMetadata(path, file.metadata)
+        self._architecture = self.metadata.text("general.architecture")
+        if self._architecture not in _ARCHITECTURES:
             raise ModelError(
-                f"{path}: architecture {architecture!r}: GGUF files of"
+                f"{path}: architecture {self._architecture!r}: GGUF files of"
                 f" {', '.join(_ARCHITECTURES)} can be served"
             )
-        self._architecture = str(architecture)
-        if self.metadata.get("split.count", 1) > 1:
+        if self.metadata.integer("split.count", 1, low=0) > 1:
             raise ModelError(
                 f"{path}: is one of several parts; join them (llama-gguf-split --merge)"
             )
         self._sources = {
             self._hugging_face_name(tensor.name): tensor
-            for tensor in reader.tensors
+            for tensor in file.tensors
             if not _IGNORED.fullmatch(tensor.name)
         }
         self.tensors = {
-            name: TensorInfo(_shape(tensor), _PLAIN_TYPES.get(tensor.tensor_type, "float32"))
+            name: TensorInfo(tensor.shape, _PLAIN_TYPES.get(tensor.type, "float32"))
             for name, tensor in self._sources.items()
         }
-        frequencies = next((t.data for t in reader.tensors if t.name == _FREQUENCIES), None)
+        frequencies = next((t.data for t in file.tensors if t.name == _FREQUENCIES), None)
         self.config = self._make_config(frequencies)
         self.generation_config = self._make_generation_config()
 
@@ -104,16 +109,14 @@ class GgufCheckpoint:
         """See `Checkpoint.read`; the buffer is a copy, quantized values dequantized."""
         info = tensor_info(self, name)
         tensor = self._sources[name]
-        if tensor.tensor_type == GGMLQuantizationType.BF16:
-            values = tensor.data.view(np.uint16)
-        elif tensor.tensor_type in _PLAIN_TYPES:
-            values = tensor.data
-        else:
+        values = tensor.data
+        if tensor.type not in _PLAIN_TYPES:
             try:
-                values = dequantize(tensor.data, tensor.tensor_type)
-            except NotImplementedError as error:
-                kind = tensor.tensor_type.name
-                raise ModelError(f"{self.path}: {tensor.name}: {kind} is not supported") from error
+                values = dequantize(tensor.data, tensor.type)
+            except NotImplementedError:
+                raise ModelError(
+                    f"{self.path}: {tensor.name}: {tensor.type.name} is not supported"
+                ) from None
         values = self._restore_rows(tensor.name, values.reshape(info.shape))
         buffer = np.array(values, order="C")  # writable, private
         return RawTensor(info.shape, info.dtype, buffer.data.cast("B"))
@@ -135,100 +138,100 @@ class GgufCheckpoint:
         if not reordered or not (is_query or ".attn_k." in name):
             return values
         heads = self.config["num_attention_heads" if is_query else "num_key_value_heads"]
+        if values.shape[0] % (2 * heads):
+            raise ModelError(
+                f"{self.path}: tensor {name!r} has {values.shape[0]} rows, which do not make"
+                f" {heads} heads"
+            )
         pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
         return pairs.swapaxes(1, 2).reshape(values.shape)
 
-    def _value(self, key: str, default: Any = None) -> Any:
-        """A metadata value; {arch} in the key is the file's architecture."""
-        value = self.metadata.get(key.replace("{arch}", self._architecture), default)
-        if value is None:
-            raise ModelError(f"{self.path}: lacks {key.replace('{arch}', self._architecture)}")
-        return shortest(value) if isinstance(value, float) else value
-
     def _make_config(self, frequencies: NDArray[Any] | None) -> dict[str, Any]:
-        heads = self._value("{arch}.attention.head_count")
-        hidden = self._value("{arch}.embedding_length")
-        if isinstance(heads, list):
+        given = self.metadata
+        if isinstance(given.raw("{arch}.attention.head_count"), list):
             raise ModelError(
                 f"{self.path}: layers with different numbers of heads cannot be served"
             )
-        head_dim = self._value("{arch}.attention.key_length", hidden // heads)
-        theta = self._value("{arch}.rope.freq_base", 10000.0)
-        rope = {"rope_theta": theta, **self._rope_scaling(frequencies, head_dim, theta)}
+        heads = given.integer("{arch}.attention.head_count")
+        hidden = given.integer("{arch}.embedding_length")
+        head_dim = given.integer("{arch}.attention.key_length", max(1, hidden // heads))
+        context = given.integer("{arch}.context_length")
+        theta = given.number("{arch}.rope.freq_base", 10000.0)
+        scaling = self._rope_scaling(frequencies, head_dim, theta, context)
+        rope = {"rope_theta": theta, **scaling}
         config: dict[str, Any] = {
             "architectures": [_ARCHITECTURES[self._architecture].class_name],
             "model_type": self._architecture,
             "vocab_size": tensor_info(self, "model.embed_tokens.weight").shape[0],
             "hidden_size": hidden,
-            "intermediate_size": self._value("{arch}.feed_forward_length"),
-            "num_hidden_layers": self._value("{arch}.block_count"),
+            "intermediate_size": given.integer("{arch}.feed_forward_length"),
+            "num_hidden_layers": self._layers(),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._value("{arch}.attention.head_count_kv", heads),
+            "num_key_value_heads": given.integer("{arch}.attention.head_count_kv", heads),
             "head_dim": head_dim,
             "hidden_act": "silu",
-            "max_position_embeddings": self._value("{arch}.context_length"),
-            "rms_norm_eps": self._value("{arch}.attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": context,
+            "rms_norm_eps": given.number("{arch}.attention.layer_norm_rms_epsilon"),
             # transformers 5 reads rope_parameters, older readers rope_theta and rope_scaling.
             "rope_parameters": {"rope_type": "default", **rope},
             "rope_theta": theta,
-            "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} or None,
+            "rope_scaling": scaling or None,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.tensors,
             "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self.tensors,
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
             "dtype": self._common_dtype(),
             "torch_dtype": self._common_dtype(),
         }
-        window = self.metadata.get(f"{self._architecture}.attention.sliding_window")
+        window = given.integer("{arch}.attention.sliding_window", 0, low=0)
         if self._architecture == "llama" and window:  # how Mistral's models are stored
             config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
             config["sliding_window"] = window
-        for name in ("bos", "eos"):
-            config[f"{name}_token_id"] = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        config["pad_token_id"] = self.metadata.get("tokenizer.ggml.padding_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+            config[f"{name}_token_id"] = given.token_id(key)
         return config
 
+    def _layers(self) -> int:
+        layers = self.metadata.integer("{arch}.block_count")
+        found = {name.split(".")[2] for name in self.tensors if name.startswith("model.layers.")}
+        if layers != len(found):
+            raise ModelError(
+                f"{self.path}: has tensors of {len(found)} layers, its block_count is {layers}"
+            )
+        return layers
+
     def _rope_scaling(
-        self, frequencies: NDArray[Any] | None, head_dim: int, theta: float
+        self, frequencies: NDArray[Any] | None, head_dim: int, theta: float, context: int
     ) -> dict[str, Any]:
+        given = self.metadata
         if frequencies is not None:
-            context = self._value("{arch}.context_length")
             scaling = llama3_scaling(np.asarray(frequencies, np.float64), head_dim, theta, context)
             if scaling is None:
                 raise ModelError(f"{self.path}: {_FREQUENCIES} is no known scaling of positions")
             return scaling
-        kind = self.metadata.get("{arch}.rope.scaling.type".replace("{arch}", self._architecture))
-        if kind in (None, "none"):
+        kind = given.text("{arch}.rope.scaling.type", "none")
+        if kind == "none":
             return {}
         if kind not in ("linear", "yarn"):
             raise ModelError(f"{self.path}: rope scaling {kind!r}: must be none, linear or yarn")
-        scaling = {"rope_type": kind, "factor": self._value("{arch}.rope.scaling.factor")}
+        scaling = {"rope_type": kind, "factor": given.number("{arch}.rope.scaling.factor")}
         if kind == "yarn":
             key = "{arch}.rope.scaling.original_context_length"
-            scaling["original_max_position_embeddings"] = self._value(key)
+            scaling["original_max_position_embeddings"] = given.integer(key)
         return scaling
 
     def _common_dtype(self) -> str:
         """The plain type that the matrices have; quantized ones are best kept in bfloat16."""
-        kinds = {t.tensor_type for t in self._sources.values() if len(t.shape) == 2}
+        kinds = {t.type for t in self._sources.values() if len(t.shape) == 2}
         return _PLAIN_TYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
     def _make_generation_config(self) -> dict[str, Any]:
+        given = self.metadata
         config = {k: self.config[k] for k in ("bos_token_id", "pad_token_id")}
-        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-        ends = [self.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
-        distinct = list(dict.fromkeys(end for end in ends if end is not None))
-        config["eos_token_id"] = distinct[0] if len(distinct) == 1 else distinct or None
+        named = [given.token_id(name) for name in ("eos", "eot", "eom")]
+        known = [i for i, text in enumerate(given.texts("tokenizer.ggml.tokens")) if text in _ENDS]
+        ends = list(dict.fromkeys(i for i in (*named, *known) if i is not None))
+        config["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
         return {key: value for key, value in config.items() if value is not None}
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    """GGUF lists dimensions from the innermost."""
-    return tuple(int(size) for size in reversed(tensor.shape))
-
-
-def shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 9.999999747378752e-06 becomes 1e-05."""
-    return float(str(np.float32(value)))
 
 
 def llama3_scaling(
@@ -239,6 +242,8 @@ def llama3_scaling(
     A GGUF file keeps only the result of the published formula (transformers'
     `_compute_llama3_parameters`), so its parameters are found by trying those in use.
     """
+    if divisors.shape != (head_dim // 2,) or not np.all(np.isfinite(divisors) & (divisors > 0)):
+        return None
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     factor = float(divisors.max())
     low, high = 1.0, 4.0

@@ -9,7 +9,7 @@ unknown one is an error, never a guess.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
 from tokenizers import pre_tokenizers as pre
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
+    from runtime.checkpoints.gguf_metadata import GgufMetadata
 
 # Token types of tokenizer.ggml.token_type.
 _CONTROL = 3
@@ -50,69 +51,108 @@ def _digits() -> Any:
     )
 
 
-_PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "smollm": _digits,
-    "gpt-2": lambda: pre.ByteLevel(add_prefix_space=False, use_regex=True),
-    "llama-bpe": lambda: _regex(_LLAMA3),
-    "llama3": lambda: _regex(_LLAMA3),
-    "qwen2": lambda: _regex(_QWEN2),
+class _Rule(NamedTuple):
+    """How texts are split before merging, and what else goes with a rule.
+
+    Args:
+        nfc: texts are composed (Unicode's NFC) first.
+        whole_words: a word that is in the vocabulary is one token, whatever the merges say.
+        add_bos: prompts begin with BOS where the file does not say whether they do.
+    """
+
+    split: Callable[[], Any]
+    nfc: bool = False
+    whole_words: bool = False
+    add_bos: bool = False
+
+
+_LLAMA3_RULE = _Rule(lambda: _regex(_LLAMA3), whole_words=True, add_bos=True)
+_RULES = {  # by tokenizer.ggml.pre; what goes with them is llama.cpp's (llama-vocab.cpp)
+    "smollm": _Rule(_digits),
+    "gpt-2": _Rule(lambda: pre.ByteLevel(add_prefix_space=False, use_regex=True)),
+    "llama-bpe": _LLAMA3_RULE,
+    "llama3": _LLAMA3_RULE,
+    "llama-v3": _LLAMA3_RULE,
+    "qwen2": _Rule(lambda: _regex(_QWEN2), nfc=True),
 }
 
 
-def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+def build_tokenizer(metadata: GgufMetadata) -> Tokenizer:
     """The tokenizer of a GGUF file's metadata.
 
-    Args: path: the file, for messages.
     Raises: ModelError: no tokenizer in the file, or of a kind that is not known here.
     """
-    kind, tokens = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "tokens"))
+    kind = metadata.text("tokenizer.ggml.model")
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(f"{metadata.path}: tokenizer {kind!r}: must be gpt2 or llama")
     if not tokens:
-        raise ModelError(f"{path}: has no tokenizer")
-    if kind == "gpt2":
-        tokenizer = _byte_level(metadata, path)
-    elif kind == "llama":
-        tokenizer = _sentence_piece(metadata)
-    else:
-        raise ModelError(f"{path}: tokenizer {kind!r}: must be gpt2 or llama")
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    for token, token_type in zip(tokens, types, strict=True):
-        if token_type in (_CONTROL, _USER_DEFINED):
-            special = token_type == _CONTROL
-            tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
-    if _adds_bos(metadata):
-        bos = metadata["tokenizer.ggml.bos_token_id"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A",
-            pair=f"{tokens[bos]} $A {tokens[bos]} $B",
-            special_tokens=[(tokens[bos], bos)],
-        )
+        raise ModelError(f"{metadata.path}: its tokenizer has no tokens")
+    types = metadata.numbers("tokenizer.ggml.token_type", len(tokens), [1] * len(tokens))
+    try:
+        tokenizer = _byte_level(metadata) if kind == "gpt2" else _sentence_piece(metadata)
+        for token, token_type in zip(tokens, types, strict=True):
+            if token_type in (_CONTROL, _USER_DEFINED):
+                special = token_type == _CONTROL
+                tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
+        _add_ends(tokenizer, metadata, tokens)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{metadata.path}: its tokenizer cannot be built: {error}") from None
     return tokenizer
 
 
-def _adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """Llama's SentencePiece models begin with BOS unless the file says otherwise."""
-    default = metadata["tokenizer.ggml.model"] == "llama"
-    wanted = metadata.get("tokenizer.ggml.add_bos_token", default)
-    return bool(wanted) and "tokenizer.ggml.bos_token_id" in metadata
+def adds_bos(metadata: GgufMetadata) -> bool:
+    """Whether prompts begin with BOS: as the file says, else as its kind of tokenizer does."""
+    rule = _RULES.get(metadata.text("tokenizer.ggml.pre", "gpt-2"))
+    is_llama = metadata.raw("tokenizer.ggml.model") == "llama"
+    default = is_llama or (rule is not None and rule.add_bos)
+    wanted = metadata.flag("tokenizer.ggml.add_bos_token", default)
+    return wanted and metadata.token_id("bos") is not None
 
 
-def _byte_level(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
-    rule = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if rule not in _PRE_TOKENIZERS:
-        known = ", ".join(_PRE_TOKENIZERS)
-        raise ModelError(f"{path}: text splitting rule {rule!r}: must be one of {known}")
-    vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges") or []]
-    ignore_merges = rule in ("llama-bpe", "llama3")  # whole words of the vocabulary come first
-    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=ignore_merges))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[rule]()
+def _add_ends(tokenizer: Tokenizer, metadata: GgufMetadata, tokens: list[str]) -> None:
+    """Makes texts begin with BOS and end with EOS, where the file wants that."""
+    bos = metadata.token_id("bos") if adds_bos(metadata) else None
+    add_eos = metadata.flag("tokenizer.ggml.add_eos_token", False)
+    eos = metadata.token_id("eos") if add_eos else None
+    before, after = ([] if i is None else [tokens[i]] for i in (bos, eos))
+    if before or after:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B", *after],
+            special_tokens=[(tokens[i], i) for i in {bos, eos} if i is not None],
+        )
+
+
+def _byte_level(metadata: GgufMetadata) -> Tokenizer:
+    name = metadata.text("tokenizer.ggml.pre", "gpt-2")
+    if name not in _RULES:
+        raise ModelError(
+            f"{metadata.path}: text splitting rule {name!r}: must be one of {', '.join(_RULES)}"
+        )
+    rule = _RULES[name]
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    merges: list[tuple[str, str]] = []
+    for merge in metadata.texts("tokenizer.ggml.merges", []):
+        left, blank, right = merge.partition(" ")
+        if not blank or " " in right:
+            raise ModelError(f"{metadata.path}: merge {merge!r}: must be two tokens and a blank")
+        merges.append((left, right))
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=rule.whole_words))
+    if rule.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = rule.split()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentence_piece(metadata: Mapping[str, Any]) -> Tokenizer:
+def _sentence_piece(metadata: GgufMetadata) -> Tokenizer:
     """SentencePiece BPE: the merges are the ways to join two pieces, best score first."""
-    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    scores = metadata.numbers("tokenizer.ggml.scores", len(tokens))
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = []
     for token, score in zip(tokens, scores, strict=True):
@@ -121,12 +161,12 @@ def _sentence_piece(metadata: Mapping[str, Any]) -> Tokenizer:
             if left in vocab and right in vocab:
                 merges.append((-score, vocab[left], vocab[right], left, right))
     merges.sort(key=lambda merge: merge[:3])
-    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = tokens[metadata.token_id("unknown") or 0]
     pairs = [merge[3:] for merge in merges]
     tokenizer = Tokenizer(BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if metadata.flag("tokenizer.ggml.add_space_prefix", True):
         steps.insert(0, normalizers.Prepend("▁"))
         undo.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)
@@ -138,19 +178,19 @@ def write_tokenizer(checkpoint: GgufCheckpoint, folder: Path) -> None:
     """Puts config.json, generation_config.json, tokenizer.json, tokenizer_config.json and, where
     the file has one, chat_template.jinja into `folder`. Raises: ModelError: see above."""
     metadata = checkpoint.metadata
-    build_tokenizer(metadata, checkpoint.path).save(str(folder / "tokenizer.json"))
-    tokens = metadata["tokenizer.ggml.tokens"]
+    build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    tokens = metadata.texts("tokenizer.ggml.tokens")
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": checkpoint.config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": _adds_bos(metadata),
+        "add_bos_token": adds_bos(metadata),
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        index = metadata.token_id(key)
         if index is not None:
             settings[f"{name}_token"] = tokens[index]
-    template = metadata.get("tokenizer.chat_template")
+    template = metadata.text("tokenizer.chat_template", "")
     if template:
         settings["chat_template"] = template
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

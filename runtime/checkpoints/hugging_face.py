@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runtime.checkpoints.checkpoint import RawTensor, TensorInfo, tensor_info
+from runtime.checkpoints.json_file import read_json_object, read_optional_json_object
 from runtime.checkpoints.safetensors_file import SafetensorsFile
 from runtime.errors import ModelError
 
@@ -23,9 +23,8 @@ class HuggingFaceCheckpoint:
     def __init__(self, path: Path) -> None:
         """Raises: ModelError: no config.json or no weights, or a file of them is damaged."""
         self.path = path
-        self.config = _read_json(path / "config.json")
-        generation = path / "generation_config.json"
-        self.generation_config = _read_json(generation) if generation.exists() else {}
+        self.config = read_json_object(path / "config.json")
+        self.generation_config = read_optional_json_object(path / "generation_config.json")
         self._files: dict[str, SafetensorsFile] = {}  # by tensor name
         self.tensors: dict[str, TensorInfo] = {}
         if (path / _INDEX).exists():
@@ -42,7 +41,7 @@ class HuggingFaceCheckpoint:
             self.tensors[name] = info
 
     def _open_shards(self) -> None:
-        index = _read_json(self.path / _INDEX).get("weight_map")
+        index = read_json_object(self.path / _INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise ModelError(f"{self.path / _INDEX}: has no weight_map")
         shards: dict[str, SafetensorsFile] = {}
@@ -63,15 +62,3 @@ class HuggingFaceCheckpoint:
         """See `Checkpoint.read`; the buffer is mapped from the file."""
         tensor_info(self, name)
         return self._files[name].read(name)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    return content

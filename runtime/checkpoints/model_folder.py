@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+# Grows when what is written changes, so that a folder of an older server is not taken for its own.
+_FORM = 2
+
 
 def model_folder(path: Path, cache_dir: Path, progress: Callable[[str], None]) -> Path:
     """A Hugging Face folder with the config and tokenizer files of the model at `path`.
@@ -35,4 +38,4 @@ def model_folder(path: Path, cache_dir: Path, progress: Callable[[str], None]) -
     state = path.stat()
     identity = f"{path.resolve()}:{state.st_size}:{state.st_mtime_ns}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return build_once(cache_dir / f"tokenizer-{path.stem}-{digest}-1", build, progress)
+    return build_once(cache_dir / f"tokenizer-{path.stem}-{digest}-{_FORM}", build, progress)

@@ -13,7 +13,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoints.checkpoint import RawTensor, TensorInfo
-from runtime.errors import ModelError
+from runtime.checkpoints.json_file import parse_json_object
+from runtime.errors import ModelError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -62,29 +63,24 @@ class SafetensorsFile:
         length = int.from_bytes(self._map[:8], "little")
         if len(self._map) < 8 or length > min(_MAX_HEADER_BYTES, len(self._map) - 8):
             raise ModelError(f"{self.path}: not a safetensors file, or cut short")
-        try:
-            header = json.loads(self._map[8 : 8 + length])
-        except ValueError as error:
-            raise ModelError(f"{self.path}: the header is not valid JSON ({error})") from error
-        if not isinstance(header, dict):
-            raise ModelError(f"{self.path}: the header is not a JSON object")
+        header = parse_json_object(self._map[8 : 8 + length], f"{self.path}: the header")
         return header, 8 + length
 
     def _add(self, name: str, entry: Any) -> None:
         try:
             dtype, item_bytes = _BY_CODE[entry["dtype"]]
-            shape = tuple(int(size) for size in entry["shape"])
-            begin, end = (int(offset) for offset in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
+            shape = _sizes(entry["shape"])
+            begin, end = _sizes(entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
             raise ModelError(
-                f"{self.path}: bad header entry of tensor {name!r}: {entry}"
-            ) from error
+                f"{self.path}: bad header entry of tensor {name!r}: {shown(entry)}"
+            ) from None
         if end - begin != math.prod(shape) * item_bytes:
             raise ModelError(
                 f"{self.path}: tensor {name!r} of shape {list(shape)} ({dtype}) needs"
                 f" {math.prod(shape) * item_bytes} bytes, the header gives it {end - begin}"
             )
-        if begin < 0 or self._data_start + end > len(self._map):
+        if self._data_start + end > len(self._map):
             raise ModelError(f"{self.path}: cut short: tensor {name!r} ends beyond the file's end")
         self._offsets[name] = (begin, end)
         self.tensors[name] = TensorInfo(shape, dtype)
@@ -95,6 +91,13 @@ class SafetensorsFile:
         info = self.tensors[name]
         view = memoryview(self._map)[self._data_start + begin : self._data_start + end]
         return RawTensor(info.shape, info.dtype, view)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """A list of sizes. Raises: ValueError, TypeError: it is none."""
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError
+    return tuple(values)
 
 
 def write_safetensors(

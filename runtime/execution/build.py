@@ -73,7 +73,7 @@ def build_runner(
     """
     path = _model_path(config, progress)
     checkpoint = open_checkpoint(path)
-    family = read_family(checkpoint.config)
+    family = _read_family(checkpoint)
     context_length = _context_length(config, family)
     device = open_device(config, _checkpoint_dtype(checkpoint), progress)
     progress(f"loading {path.name} on {device.description}")
@@ -111,6 +111,13 @@ def build_runner(
         progress("compiling kernels")
         warm_up(runner)
     return runner, info
+
+
+def _read_family(checkpoint: Checkpoint) -> Family:
+    try:
+        return read_family(checkpoint.config)
+    except ModelError as error:
+        raise ModelError(f"{checkpoint.path}: {error}") from None
 
 
 def _model_path(config: RunnerConfig, progress: Callable[[str], None]) -> Path:

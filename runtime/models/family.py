@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ops.op_set import DecoderSpec
 from runtime.errors import ModelError
+from runtime.models import config_values as values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runtime.models.rope import RopeSpec
 
+_MOST_HEAD_DIM = 2**16
 ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -67,24 +69,18 @@ class Family:
         return min(rope.context for rope in self.ropes if rope is not None)
 
 
-def required_int(config: dict[str, Any], key: str) -> int:
-    """config[key]. Raises: ModelError: absent, or not a positive integer."""
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {key} must be a positive integer: {value!r}")
-    return value
-
-
-def head_dim(config: dict[str, Any]) -> int:
+def head_dim(config: dict[str, Any], default: int | None = None) -> int:
     """The dimension of a head, given or derived."""
-    if config.get("head_dim"):
-        return required_int(config, "head_dim")
-    return required_int(config, "hidden_size") // required_int(config, "num_attention_heads")
+    if default is None:
+        default = values.integer(config, "hidden_size") // values.integer(
+            config, "num_attention_heads"
+        )
+    return values.integer(config, "head_dim", default, high=_MOST_HEAD_DIM)
 
 
 def activation(config: dict[str, Any], key: str = "hidden_act") -> str:
     """`DecoderSpec.activation`. Raises: ModelError: not one that the ops have."""
-    name = config.get(key) or "silu"
+    name = values.text(config, key, "silu")
     if name not in ACTIVATIONS:
         raise ModelError(
             f"config.json: {key} {name!r} is not supported; it must be one of"
@@ -99,32 +95,30 @@ def windows_by_type(config: dict[str, Any], default: Callable[[int], bool]) -> t
     Args:
         default: whether layer i slides where the config has no `layer_types`.
     """
-    layers = required_int(config, "num_hidden_layers")
-    window = config.get("sliding_window")
+    layers = values.layers(config)
+    window = values.integer(config, "sliding_window", 0, low=0)
     if not window:
         return (0,) * layers
-    types = config.get("layer_types")
+    types = values.per_layer(config, "layer_types")
     if types is None:
         return tuple(window if default(i) else 0 for i in range(layers))
-    if len(types) != layers:
-        raise ModelError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
 def decoder_spec(config: dict[str, Any], *, rotary_dim: int, **special: Any) -> DecoderSpec:
     """The spec of a Llama-like config; `special` replaces fields."""
-    heads = required_int(config, "num_attention_heads")
-    dim = head_dim(config)
-    layers = required_int(config, "num_hidden_layers")
+    heads = values.integer(config, "num_attention_heads")
+    dim = special.get("head_dim") or head_dim(config)
+    layers = values.layers(config)
     fields: dict[str, Any] = {
-        "vocab_size": required_int(config, "vocab_size"),
-        "hidden_size": required_int(config, "hidden_size"),
+        "vocab_size": values.integer(config, "vocab_size"),
+        "hidden_size": values.integer(config, "hidden_size"),
         "num_layers": layers,
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "num_kv_heads": values.integer(config, "num_key_value_heads", heads),
         "head_dim": dim,
-        "intermediate_size": required_int(config, "intermediate_size"),
-        "rms_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "intermediate_size": values.integer(config, "intermediate_size"),
+        "rms_eps": values.number(config, "rms_norm_eps", 1e-6),
         "scale": dim**-0.5,
         "rotary_dim": rotary_dim,
         "windows": (0,) * layers,

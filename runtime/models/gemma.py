@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from runtime.models import config_values as values
 from runtime.models.family import (
     Family,
     LayerNames,
     activation,
     decoder_spec,
-    required_int,
+    head_dim,
     windows_by_type,
 )
 from runtime.models.rope import RopeSpec, parse_rope
@@ -30,14 +31,14 @@ GEMMA3_NAMES = replace(GEMMA2_NAMES, q_norm="self_attn.q_norm", k_norm="self_att
 def read_gemma2(config: dict[str, Any]) -> Family:
     config = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
     windows = windows_by_type(config, lambda i: i % 2 == 0)
-    rope = parse_rope(config, config.get("head_dim") or 256)
+    rope = parse_rope(config, head_dim(config, 256))
     return _family(config, windows, (rope,) * len(windows), GEMMA2_NAMES)
 
 
 def read_gemma3(config: dict[str, Any]) -> Family:
-    pattern = config.get("sliding_window_pattern") or 6
+    pattern = values.integer(config, "sliding_window_pattern", 6)
     windows = windows_by_type(config, lambda i: (i + 1) % pattern != 0)
-    dim = config.get("head_dim") or 256
+    dim = head_dim(config, 256)
     full = parse_rope(config, dim, layer_type="full_attention", default_theta=1_000_000.0)
     return _family(
         config,
@@ -51,7 +52,7 @@ def _sliding_rope(config: dict[str, Any], dim: int) -> RopeSpec:
     if isinstance(config.get("rope_parameters"), dict):
         return parse_rope(config, dim, layer_type="sliding_attention")
     # Before transformers 5 the sliding layers had a base of their own and never a scaling.
-    local = config.get("rope_local_base_freq", 10_000.0)
+    local = values.number(config, "rope_local_base_freq", 10_000.0)
     return parse_rope({**config, "rope_scaling": None, "rope_theta": local}, dim)
 
 
@@ -61,29 +62,34 @@ def _family(
     ropes: tuple[RopeSpec, ...],
     names: LayerNames,
 ) -> Family:
-    dim = config.get("head_dim") or 256
+    dim = head_dim(config, 256)
     spec = decoder_spec(
         config,
         rotary_dim=ropes[0].dim,
         head_dim=dim,
-        scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        scale=values.number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         windows=windows,
         activation=activation(
             {"hidden_activation": "gelu_pytorch_tanh", **config}, "hidden_activation"
         ),
         qk_norm=names.q_norm is not None,
         post_norms=True,
-        embed_scale=required_int(config, "hidden_size") ** 0.5,
-        attention_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
-        logit_soft_cap=float(config.get("final_logit_softcapping") or 0.0),
+        embed_scale=values.integer(config, "hidden_size") ** 0.5,
+        attention_soft_cap=_cap(config, "attn_logit_softcapping"),
+        logit_soft_cap=_cap(config, "final_logit_softcapping"),
     )
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = values.flag(config, "attention_bias", False)
     return Family(
         spec=spec,
         ropes=ropes,
-        tied=bool(config.get("tie_word_embeddings", True)),
+        tied=values.flag(config, "tie_word_embeddings", True),
         names=names,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         norm_offset=1.0,
     )
+
+
+def _cap(config: dict[str, Any], key: str) -> float:
+    """A cap on scores or logits; 0 for none."""
+    return values.number(config, key) if config.get(key) else 0.0

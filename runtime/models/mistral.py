@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from runtime.models import config_values as values
 from runtime.models.family import Family, decoder_spec, head_dim, windows_by_type
 from runtime.models.rope import parse_rope
 
@@ -15,5 +16,5 @@ def read(config: dict[str, Any]) -> Family:
     return Family(
         spec=spec,
         ropes=(rope,) * spec.num_layers,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=values.flag(config, "tie_word_embeddings", False),
     )

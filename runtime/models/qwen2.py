@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.models.family import Family, decoder_spec, head_dim, required_int, windows_by_type
+from runtime.models import config_values as values
+from runtime.models.family import Family, decoder_spec, head_dim, windows_by_type
 from runtime.models.rope import parse_rope
 
 
 def qwen_windows(config: dict[str, Any]) -> tuple[int, ...]:
     """The windows of Qwen 2 and 3: off unless `use_sliding_window`."""
-    if not config.get("use_sliding_window", False):
-        return (0,) * required_int(config, "num_hidden_layers")
-    first = config.get("max_window_layers", 28)
+    if not values.flag(config, "use_sliding_window", False):
+        return (0,) * values.layers(config)
+    first = values.integer(config, "max_window_layers", 28, low=0)
     return windows_by_type(config, lambda i: i >= first)
 
 
@@ -22,6 +23,6 @@ def read(config: dict[str, Any]) -> Family:
     return Family(
         spec=spec,
         ropes=(rope,) * spec.num_layers,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=values.flag(config, "tie_word_embeddings", False),
         qkv_bias=True,
     )

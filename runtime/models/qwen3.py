@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.models.family import Family, LayerNames, decoder_spec
+from runtime.models import config_values as values
+from runtime.models.family import Family, LayerNames, decoder_spec, head_dim
 from runtime.models.qwen2 import qwen_windows
 from runtime.models.rope import parse_rope
 
@@ -12,7 +13,7 @@ NAMES = LayerNames(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 
 
 def read(config: dict[str, Any]) -> Family:
-    dim = config.get("head_dim") or 128
+    dim = head_dim(config, 128)
     rope = parse_rope(config, dim)
     spec = decoder_spec(
         config,
@@ -22,11 +23,11 @@ def read(config: dict[str, Any]) -> Family:
         windows=qwen_windows(config),
         qk_norm=True,
     )
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = values.flag(config, "attention_bias", False)
     return Family(
         spec=spec,
         ropes=(rope,) * spec.num_layers,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=values.flag(config, "tie_word_embeddings", False),
         names=NAMES,
         qkv_bias=attention_bias,
         o_bias=attention_bias,

@@ -32,7 +32,7 @@ def read_family(config: dict[str, Any]) -> Family:
         ModelError: the model type is not supported, or the config lacks what its type needs.
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
             f"config.json: model_type {kind!r} is not supported; it must be one of"
             f" {', '.join(FAMILIES)}"

@@ -26,7 +26,10 @@ import torch
 from torch import Tensor
 
 from runtime.errors import ModelError
+from runtime.models import config_values as values
+from runtime.models.config_values import MOST_POSITIONS
 
+_LEAST_THETA = 1.001  # formulas divide by its logarithm
 TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
@@ -56,15 +59,8 @@ class RopeSpec:
         return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """One of the parameters. Raises: ModelError: absent without a default, or no number."""
-        value = self.parameters.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(
-                f"config.json: rope type {self.type!r} needs a number {key!r}: {value}"
-            )
-        return float(value)
+        """One of the parameters, above 0. Raises: ModelError: absent without a default, or none."""
+        return values.number(self.parameters, key, default)
 
     def _inverse_frequencies(self, positions: int) -> Tensor:
         """[1 or positions, dim / 2] float32."""
@@ -115,14 +111,23 @@ class RopeSpec:
         factor = self.number("factor")
         low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
         turns = self.original_context * plain / (2 * math.pi)  # within the original context
+        if not low < high:
+            raise ModelError(
+                f"config.json: low_freq_factor {low:g} must be below high_freq_factor {high:g}"
+            )
         smooth = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - smooth) * plain / factor + smooth * plain
 
     def _factors(self, key: str) -> Tensor:
         factors = self.parameters.get(key)
-        if not isinstance(factors, list) or len(factors) != self.dim // 2:
-            given = len(factors) if isinstance(factors, list) else factors
-            raise ModelError(f"config.json: {key} must list {self.dim // 2} numbers, given {given}")
+        if (
+            not isinstance(factors, list)
+            or len(factors) != self.dim // 2
+            or not all(map(values.is_number, factors))
+        ):
+            raise ModelError(
+                f"config.json: {key} must be a list of {self.dim // 2} numbers above 0"
+            )
         return torch.tensor(factors, dtype=torch.float32)[None]
 
     def _attention_factor(self) -> float:
@@ -136,9 +141,9 @@ class RopeSpec:
             if factor <= 1:
                 return 1.0
             return math.sqrt(1 + math.log(factor) / math.log(self.original_context))
-        mscale, all_dim = self.parameters.get("mscale"), self.parameters.get("mscale_all_dim")
         factor = self._yarn_factor()
-        if mscale and all_dim:
+        if self.parameters.get("mscale") and self.parameters.get("mscale_all_dim"):
+            mscale, all_dim = self.number("mscale"), self.number("mscale_all_dim")
             return _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
         return _yarn_scale(factor, 1.0)
 
@@ -164,37 +169,47 @@ def parse_rope(
     Raises:
         ModelError: the type is unknown, or one of its numbers is missing or no number.
     """
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if layer_type is not None and isinstance(given.get(layer_type), dict):
-        given = given[layer_type]
-    kind = given.get("rope_type") or given.get("type") or "default"
+    given = values.section(config, "rope_scaling") or values.section(config, "rope_parameters")
+    if layer_type is not None and layer_type in given:
+        given = values.section(given, layer_type)
+    kind = values.text(given, "rope_type", values.text(given, "type", "default"))
     kind = {"su": "longrope", **(renamed or {})}.get(kind, kind)
     if kind not in TYPES:
         raise ModelError(
             f"config.json: rope type {kind!r} is not supported; it must be one of"
             f" {', '.join(TYPES)}"
         )
-    theta = given.get("rope_theta") or config.get("rope_theta") or default_theta
-    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    context = _positive(config, "max_position_embeddings")
+    theta = _first(given, config, "rope_theta", default_theta, low=_LEAST_THETA)
+    partial = _first(given, config, "partial_rotary_factor", partial_rotary_factor)
+    context = values.integer(config, "max_position_embeddings", high=MOST_POSITIONS)
     original = context
     if kind in ("yarn", "llama3", "longrope"):
-        original = int(
-            config.get("original_max_position_embeddings")
-            or given.get("original_max_position_embeddings")
-            or context
+        key = "original_max_position_embeddings"
+        original = values.integer(given, key, context, low=2, high=MOST_POSITIONS)
+        original = values.integer(config, key, original, low=2, high=MOST_POSITIONS)
+    dim = int(head_dim * partial)
+    if dim % 2 or not 2 <= dim <= head_dim or (kind == "dynamic" and dim == 2):
+        raise ModelError(
+            f"config.json: rotary embeddings cannot turn {dim} dimensions of heads of {head_dim}"
         )
     # yarn, linear and dynamic multiply the original context; llama3 and longrope models state the
     # context that they reach.
-    dim = int(head_dim * (partial or partial_rotary_factor))
-    spec = RopeSpec(kind, float(theta), dim, original, context, dict(given))
+    spec = RopeSpec(kind, theta, dim, original, context, dict(given))
     if kind in ("yarn", "linear", "dynamic"):
-        return replace(spec, context=round(original * spec.number("factor", context / original)))
+        reached = original * spec.number("factor", context / original)
+        if not 1 <= reached <= MOST_POSITIONS:
+            raise ModelError(f"config.json: rope factor {spec.number('factor'):g} is out of range")
+        return replace(spec, context=round(reached))
     return spec
 
 
-def _positive(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {key} must be a positive integer: {value!r}")
-    return value
+def _first(
+    one: dict[str, Any],
+    other: dict[str, Any],
+    key: str,
+    default: float,
+    *,
+    low: float = values.LEAST,
+) -> float:
+    """The number under a key of the one, else of the other, else the default."""
+    return values.number(one, key, values.number(other, key, default, low=low), low=low)

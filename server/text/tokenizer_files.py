@@ -82,7 +82,8 @@ def _named(settings: Mapping[str, Any]) -> Iterator[str]:
     for key, value in settings.items():
         values = [value] if key.endswith("_token") else []
         if key in ("additional_special_tokens", "extra_special_tokens"):
-            values = list(value.values()) if isinstance(value, dict) else value or []
+            values = list(value.values()) if isinstance(value, dict) else value
+            values = values if isinstance(values, list) else []
         for one in values:
             if text := _text_of(one):
                 yield text

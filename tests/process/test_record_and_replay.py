@@ -106,5 +106,5 @@ def test_unwritable_file_is_told_before_serving(tiny_model: Path, tmp_path: Path
         "--cpu-kernels", "torch", "--record", str(path),
     )  # fmt: skip
     with ServerProcess(*options) as server:
-        assert server.exit_status() == 1
+        assert server.exit_status() == 2
         server.wait_for(r"record .*cannot be written")

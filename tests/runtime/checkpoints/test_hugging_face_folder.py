@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,3 +152,11 @@ def test_writing_to_a_tensor_never_reaches_the_file(folder):
     path, tensors = folder
     read_all(open_checkpoint(path))["model.norm.weight"].fill_(9.0)
     assert same(read_all(open_checkpoint(path)), tensors)
+
+
+def test_a_name_of_the_hub_is_explained():
+    with pytest.raises(ModelError, match=r"org/a-model: no such folder .*hf download org/a-model"):
+        open_checkpoint(Path("org/a-model"))
+    for path in ("missing", "a/b/c", "./org/a-model/", "/no/where"):
+        with pytest.raises(ModelError, match=r"no such folder or file$"):
+            open_checkpoint(Path(path).absolute())

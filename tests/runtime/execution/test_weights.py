@@ -133,8 +133,8 @@ def test_a_wrong_file_stops_the_start_and_names_the_tensor(
     [
         ({"model_type": "mamba"}, r"model_type 'mamba'.*llama, mistral"),
         ({"hidden_act": "relu"}, r"hidden_act 'relu'.*silu"),
-        ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer: None"),
-        ({"vocab_size": "many"}, "vocab_size must be a positive integer: 'many'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is absent; it must be an integer"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'; it must be an integer"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6.*num_key_value_heads 4"),
     ],
     ids=["model-type", "activation", "layers", "vocabulary", "heads"],

@@ -179,10 +179,13 @@ def test_an_unknown_type_stops_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"type": "linear"}, "'linear' needs a number 'factor'"),
+        ({"type": "linear"}, "factor is absent; it must be a number"),
         ({"type": "linear", "factor": "four"}, "factor"),
-        ({"type": "llama3", "factor": 8.0}, "'low_freq_factor'"),
-        ({"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}, "must list 4 numbers"),
+        ({"type": "llama3", "factor": 8.0}, "low_freq_factor is absent"),
+        (
+            {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]},
+            "must be a list of 4 numbers",
+        ),
     ],
     ids=["no-factor", "factor-a-word", "no-low-frequency", "short-list"],
 )
