@@ -58,34 +58,31 @@ class RecordingScheduler:
     def __init__(self, inner: Scheduler, writer: EventWriter) -> None:
         self._inner = inner
         self._writer = writer
-        self._compiling: dict[str, LatchedGrammar] = {}
+        self._compiling: list[tuple[Request, LatchedGrammar]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def add(self, request: Request, now: float) -> list[RequestOutput]:
-        self._latch_grammar(request)
-        event: Event = {"event": "add", "now": now, "request": request_record(request)}
-        outputs = self._call(event, lambda: self._inner.add(request, now))
-        self._write(event, outputs=outputs_record(outputs))
-        return outputs
+        return self.add_group([request], now)
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[RequestOutput]:
-        if len(requests) == 1:  # the same to the scheduler, and the common case in a trace
-            return self.add(requests[0], now)
         for request in requests:
-            self._latch_grammar(request)
+            if request.grammar is not None:
+                request.grammar = LatchedGrammar(request.grammar)
         records = [request_record(request) for request in requests]
-        event: Event = {"event": "add_group", "now": now, "requests": records}
+        # A group of one is the same to the scheduler, and the common case in a trace.
+        event: Event = {"event": "add", "now": now, "request": records[0]}
+        if len(requests) != 1:
+            event = {"event": "add_group", "now": now, "requests": records}
         outputs = self._call(event, lambda: self._inner.add_group(requests, now))
         self._write(event, outputs=outputs_record(outputs))
+        self._compiling += [
+            (request, request.grammar)
+            for request in requests
+            if isinstance(request.grammar, LatchedGrammar) and not request.grammar.ready
+        ]
         return outputs
-
-    def _latch_grammar(self, request: Request) -> None:
-        if request.grammar is not None:
-            request.grammar = LatchedGrammar(request.grammar)
-            if not request.grammar.ready:
-                self._compiling[request.request_id] = request.grammar
 
     def abort(self, request_id: str, message: str | None = None) -> bool:
         event: Event = {"event": "abort", "id": request_id, "message": message}
@@ -153,11 +150,12 @@ class RecordingScheduler:
         self._writer.close()
 
     def _look_at_grammars(self) -> None:
-        for request_id, grammar in list(self._compiling.items()):
+        # One that has ended may never get ready.
+        compiling = [pair for pair in self._compiling if pair[0].finish is None]
+        for request, grammar in compiling:
             if grammar.refresh():
-                self._writer.write({"event": "grammar", "id": request_id, "ready": True})
-            if grammar.ready:
-                del self._compiling[request_id]
+                self._writer.write({"event": "grammar", "id": request.request_id, "ready": True})
+        self._compiling = [pair for pair in compiling if not pair[1].ready]
 
     def _call(self, event: Event, call: Callable[[], T]) -> T:
         try:

@@ -58,11 +58,13 @@ def replay(trace: Trace, scheduler: Scheduler) -> ReplayReport:
     report = ReplayReport()
     pending: list[tuple[int, Event]] = []
     for line, event in trace.events:
-        pending.append((line, event))
         if event["event"] == "grammar":
-            # Seen, and written down, by the call that follows.
-            run.grammars[event["id"]].ready = True
+            # Seen, and written down, by the call that follows; but version 1 also wrote down those
+            # of requests that had ended or were refused.
+            if run.grammar_is_ready(event["id"]):
+                pending.append((line, event))
             continue
+        pending.append((line, event))
         emitted = run.feed(event)
         step = _step_of(event, report.steps)
         report.difference = _compare(pending, emitted, step)
@@ -83,7 +85,7 @@ class _Replay:
     """Turns events into calls and collects what the recorder writes about them."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.grammars: dict[str, _ReplayedGrammar] = {}
+        self._grammars: dict[str, tuple[Request, _ReplayedGrammar]] = {}
         self._emitted: list[Event] = []
         self._scheduler = RecordingScheduler(scheduler, self)
         self._launched: dict[int, ScheduleBatch] = {}
@@ -106,12 +108,20 @@ class _Replay:
                 raise
         return self._emitted
 
+    def grammar_is_ready(self, request_id: str) -> bool:
+        """Makes a request's grammar ready; whether the request still waits for it."""
+        if request_id not in self._grammars:
+            return False
+        request, grammar = self._grammars[request_id]
+        grammar.ready = True
+        return request.finish is None
+
     def _call(self, event: Event) -> None:
         scheduler, kind = self._scheduler, event["event"]
         if kind == "add":
-            scheduler.add(self._request(event["request"]), event["now"])
+            self._add([event["request"]], event["now"])
         elif kind == "add_group":
-            scheduler.add_group([self._request(r) for r in event["requests"]], event["now"])
+            self._add(event["requests"], event["now"])
         elif kind == "abort":
             scheduler.abort(event["id"], event["message"])
         elif kind == "abort_all":
@@ -135,20 +145,27 @@ class _Replay:
         else:
             raise LoomserveError(f"trace event {kind!r}: not known to this version")
 
-    def _request(self, record: dict[str, Any]) -> Request:
-        grammar = None
-        if record["grammar"] is not None:
-            grammar = self.grammars[record["id"]] = _ReplayedGrammar(record["grammar"])
-        return Request(
-            request_id=record["id"],
-            input_ids=ids_from(record["input_ids"]),
-            sampling=sampling_from(record["sampling"]),
-            arrival_s=record["arrival_s"],
-            priority=record["priority"],
-            namespace=record["namespace"],
-            deadline_s=record["deadline_s"],
-            grammar=grammar,
-        )
+    def _add(self, records: list[dict[str, Any]], now: float) -> None:
+        requests = [_request(record) for record in records]
+        grammars = [(request, request.grammar) for request in requests]
+        self._scheduler.add_group(requests, now)
+        for request, grammar in grammars:
+            if isinstance(grammar, _ReplayedGrammar):
+                self._grammars[request.request_id] = request, grammar
+
+
+def _request(record: dict[str, Any]) -> Request:
+    grammar = record["grammar"]
+    return Request(
+        request_id=record["id"],
+        input_ids=ids_from(record["input_ids"]),
+        sampling=sampling_from(record["sampling"]),
+        arrival_s=record["arrival_s"],
+        priority=record["priority"],
+        namespace=record["namespace"],
+        deadline_s=record["deadline_s"],
+        grammar=None if grammar is None else _ReplayedGrammar(grammar),
+    )
 
 
 def _step_of(event: Event, steps: int) -> int:

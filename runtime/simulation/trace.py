@@ -18,10 +18,14 @@ scheduler never looks at (temperatures, log-probabilities, texts) is not recorde
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
+import stat
 from array import array
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from runtime.scheduling.schedule_batch import ScheduleBatch
+
+log = logging.getLogger("loomserve.record")
 
 VERSION = 2
 Event = dict[str, Any]
@@ -71,23 +77,53 @@ def to_line(event: Event) -> str:
 
 
 class TraceWriter:
-    """Appends events to a file; each is on its way to the disk when `write` returns, so that the
-    trace of a server that dies ends at the call that killed it."""
+    """Appends events to a file that only its owner can read; each is on its way to the disk when
+    `write` returns, so that the trace of a server that dies ends at the call that killed it.
+
+    Where the file cannot be written any more (a full disk) the trace ends there, with a warning:
+    what is served goes on.
+
+    Raises: ConfigError: the file cannot be written at all.
+    """
 
     def __init__(self, path: Path, config: SchedulerConfig) -> None:
+        self._path = path
+        self._file: TextIO | None = None
         try:
-            self._file = path.open("w", encoding="utf-8")
+            self._file = open(path, "w", encoding="utf-8", opener=_open_private)  # noqa: SIM115
+            self._append({"event": "options", "version": VERSION, "options": config_record(config)})
         except OSError as error:
+            self.close()
             raise ConfigError(f"record {path}: cannot be written: {error}") from error
-        self.write({"event": "options", "version": VERSION, "options": config_record(config)})
 
     def write(self, event: Event) -> None:
+        if self._file is None:
+            return
+        try:
+            self._append(event)
+        except Exception as error:
+            log.warning("record %s: ends here, since it cannot be written: %s", self._path, error)
+            self.close()
+
+    def _append(self, event: Event) -> None:
+        assert self._file is not None
         self._file.write(to_line(event) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Idempotent."""
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what is still in its buffer is lost
+                file.close()
+
+
+def _open_private(path: str, flags: int) -> int:
+    """As `open` does, but readable by the owner alone: prompts stand in a trace."""
+    descriptor = os.open(path, flags, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):  # it may have been there, with other rights
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 @dataclass(slots=True)

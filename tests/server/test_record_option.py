@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import stat
+from contextlib import asynccontextmanager
+
+import pytest
+
 from runtime.config import SchedulerConfig
+from runtime.errors import ConfigError
 from runtime.simulation.trace import read_trace
 from server.args import ServerConfig
 from server.launcher import Parts, _make_scheduler, make_service
 from tests.fakes import IM_END, byte_tokenizer, fake_runner, fake_server
 
 
-async def test_every_plan_and_commit_of_a_run_is_in_the_trace(tmp_path):
-    path = tmp_path / "run.trace"
+@asynccontextmanager
+async def recorded_server(path):
     runner = fake_runner()
     config = SchedulerConfig(
         capacity_tokens=runner.info.max_total_tokens,
@@ -20,6 +29,12 @@ async def test_every_plan_and_commit_of_a_run_is_in_the_trace(tmp_path):
     )
     parts = Parts(runner, _make_scheduler(config, str(path)), byte_tokenizer(), "fake")
     async with fake_server(make_service(ServerConfig(port=0), parts)) as server:
+        yield server
+
+
+async def test_every_plan_and_commit_of_a_run_is_in_the_trace(tmp_path):
+    path = tmp_path / "run.trace"
+    async with recorded_server(path) as server:
         for i in range(3):
             await server.complete(f"prompt {i}", max_tokens=5)
         await server.wait_idle()
@@ -28,3 +43,48 @@ async def test_every_plan_and_commit_of_a_run_is_in_the_trace(tmp_path):
     assert kinds.count("add") == 3
     assert kinds.count("commit") == steps
     assert kinds.count("plan") >= steps
+
+
+class FullDisk(io.StringIO):
+    """A file on a disk that has no room left."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def test_a_trace_that_cannot_be_written_ends_and_serving_goes_on(tmp_path, caplog):
+    path = tmp_path / "run.trace"
+    async with recorded_server(path) as server:
+        await server.complete("before", max_tokens=3)
+        await server.wait_idle()
+        writer = server.service.engine.scheduler._writer
+        written = path.read_bytes()
+        writer._file.close()
+        writer._file = FullDisk()
+        bodies = [await server.complete(f"after {i}", max_tokens=3) for i in range(3)]
+        await server.wait_idle()
+        assert [body["usage"]["completion_tokens"] for body in bodies] == [3, 3, 3]
+        assert (await server.get("/health"))[0] == 200
+    warnings = [record for record in caplog.records if record.name == "loomserve.record"]
+    assert [record.levelname for record in warnings] == ["WARNING"], "said once"
+    assert "No space left on device" in warnings[0].getMessage()
+    assert path.read_bytes() == written
+    assert read_trace(path).events, "what was written before can be read"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_trace_that_cannot_be_begun_is_told_at_the_start():
+    config = SchedulerConfig(capacity_tokens=1024, context_length=512)
+    with pytest.raises(ConfigError, match="record /dev/full: cannot be written"):
+        _make_scheduler(config, "/dev/full")
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_a_trace_can_be_read_by_its_owner_alone(tmp_path, there_before):
+    """Prompts stand in it."""
+    path = tmp_path / "run.trace"
+    if there_before:
+        path.touch()
+        path.chmod(0o644)
+    _make_scheduler(SchedulerConfig(capacity_tokens=1024, context_length=512), str(path)).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
