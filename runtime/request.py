@@ -32,11 +32,13 @@ class Finish:
     Args:
         matched: the stop token id or the stop text that ended it.
         message: for ABORT, TIMEOUT and ERROR, a sentence for the client.
+        retry_after_s: of a waiting request that had to make room: when a retry has a chance.
     """
 
     reason: FinishReason
     matched: int | str | None = None
     message: str | None = None
+    retry_after_s: float | None = None
 
 
 class Grammar(Protocol):
@@ -60,7 +62,6 @@ class SamplingParams:
         min_tokens: EOS and stop_token_ids cannot be sampled before that many output tokens.
         logprobs: alternatives per output token; 0 gives the chosen token's only; None: off.
         prompt_logprobs: the same for prompt tokens.
-        bad_words: token id sequences that must not be completed.
     """
 
     max_new_tokens: int | None = None
@@ -78,7 +79,6 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -1,12 +1,13 @@
 """What any executor of steps answers to: the seam between the scheduler's ints and a device.
 
 The engine calls `launch` for step N + 1 before step N's result is read. A launched step samples
-only after `PendingStep.sample`, since a grammar's mask for it needs the token of the step before;
+only after `LaunchedStep.sample`, since a grammar's mask for it needs the token of the step before;
 its forward pass runs meanwhile. Steps run in the order of their launch.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,20 +53,57 @@ class StepOutput:
     device_s: float = 0.0
 
 
-class PendingStep(Protocol):
-    """A launched step."""
+class LaunchedStep:
+    """A step on its way, as `Runner.launch` returns it. Made by the runner, which calls `end`.
+
+    Args: when_sampled: the runner's; given the step once it may sample.
+
+    Attributes:
+        may_sample: `sample` has been called.
+        masks: what it was called with.
+    """
+
+    __slots__ = ("_future", "_when_sampled", "masks", "may_sample")
+
+    def __init__(self, when_sampled: Callable[[LaunchedStep], None]) -> None:
+        self._future: Future[StepOutput] = Future()
+        self._when_sampled = when_sampled
+        self.may_sample = False
+        self.masks: SampleMasks | None = None
 
     def sample(self, masks: SampleMasks | None) -> None:
         """Lets the step sample once its forward pass is done. Called once; never blocks."""
-        ...
+        assert not self.may_sample, "a step samples once"
+        self.may_sample = True
+        self.masks = masks
+        self._when_sampled(self)
 
     def result(self) -> StepOutput:
         """Blocks until the step is done. Raises what the step raised."""
-        ...
+        return self._future.result()
+
+    @property
+    def done(self) -> bool:
+        """`result` would not block."""
+        return self._future.done()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls back, from any thread or at once, when `result` would not block any more."""
-        ...
+        self._future.add_done_callback(lambda _: callback())
+
+    def end(self, result: StepOutput | BaseException) -> None:
+        """The step is done: gives what it computed, or why it could not."""
+        if isinstance(result, BaseException):
+            self._future.set_exception(result)
+        else:
+            self._future.set_result(result)
+
+
+def failed_step(error: Exception) -> LaunchedStep:
+    """A step that could not be launched, as one that has failed."""
+    step = LaunchedStep(lambda _: None)
+    step.end(error)
+    return step
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +126,7 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
-    def launch(self, batch: ScheduleBatch) -> PendingStep:
+    def launch(self, batch: ScheduleBatch) -> LaunchedStep:
         """Starts a step and returns at once."""
         ...
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from runtime.execution.model_runner import ModelRunner
     from runtime.request import TokenLogprobs
-    from runtime.runner import PendingStep
+    from runtime.runner import LaunchedStep
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
 
@@ -67,12 +67,12 @@ class _Run:
         self.outcome = Outcome()
         self._tail_start = 0.0
 
-    def launch(self, batch: ScheduleBatch) -> tuple[ScheduleBatch, PendingStep]:
+    def launch(self, batch: ScheduleBatch) -> tuple[ScheduleBatch, LaunchedStep]:
         kind = batch.kind
         self.outcome.steps[kind] = self.outcome.steps.get(kind, 0) + 1
         return batch, self.runner.launch(batch)
 
-    def commit(self, flight: tuple[ScheduleBatch, PendingStep]) -> None:
+    def commit(self, flight: tuple[ScheduleBatch, LaunchedStep]) -> None:
         batch, pending = flight
         output = pending.result()
         now = time.perf_counter()

@@ -59,6 +59,7 @@ def run(config: ServerConfig) -> int:
         sockets = listen(config.host, config.port)
         context = _tls_context(config)
         service = make_service(config, _load(config))
+        service.model_format.prepare()
     except LoomserveError as error:
         print(f"loomserve: {error}", file=sys.stderr)
         return 2

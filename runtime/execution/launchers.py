@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from runtime.runner import LaunchedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from runtime.runner import SampleMasks, StepOutput
 
 
-class Step(Protocol):
-    """A step's work, in the order in which it is done."""
+class StepWork(Protocol):
+    """What a step does, in the order in which it is done."""
 
     def forward(self) -> None:
         """Computes the logits."""
@@ -35,78 +37,66 @@ class Step(Protocol):
         ...
 
 
-class LaunchedStep:
-    """A step on its way: what `launch` returns (see `runtime.runner.PendingStep`)."""
-
-    def __init__(self, step: Step, when_sampled: Callable[[LaunchedStep], None]) -> None:
-        self.step = step
-        self.masks: SampleMasks | None = None
-        self.future: Future[StepOutput] = Future()
-        self._when_sampled = when_sampled
-
-    def sample(self, masks: SampleMasks | None) -> None:
-        self.masks = masks
-        self._when_sampled(self)
-
-    def result(self) -> StepOutput:
-        return self.future.result()
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self.future.add_done_callback(lambda _: callback())
-
-
 class Launcher(Protocol):
     """Runs steps in the order of their launch."""
 
-    def launch(self, step: Step) -> LaunchedStep: ...
+    def launch(self, work: StepWork) -> LaunchedStep: ...
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Does something that steps launched later will see. No step may be on its way."""
 
     def close(self) -> None:
         """Waits for steps that may sample; gives up those that never got `sample`."""
+
+
+_CLOSED = "the runner was closed before the step could sample"
 
 
 class ThreadLauncher:
     """One worker thread: forward, wait for the masks, sample, collect."""
 
     def __init__(self) -> None:
-        self._steps: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
-        self._may_sample: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[StepWork, LaunchedStep] | None] = queue.SimpleQueue()
+        self._may_sample: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="model-runner", daemon=True)
         self._thread.start()
 
-    def launch(self, step: Step) -> LaunchedStep:
-        launched = LaunchedStep(step, self._may_sample.put)
-        self._steps.put(launched)
-        return launched
+    def launch(self, work: StepWork) -> LaunchedStep:
+        step = LaunchedStep(lambda _: self._may_sample.put(True))
+        self._steps.put((work, step))
+        return step
+
+    def call(self, work: Callable[[], None]) -> None:
+        with torch.inference_mode():
+            work()
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._may_sample.put(None)
+            self._may_sample.put(False)
             self._steps.put(None)
             self._thread.join()
 
     def _work(self) -> None:
         with torch.inference_mode():
             while (launched := self._steps.get()) is not None:
+                work, step = launched
                 try:
-                    output = self._run(launched)
+                    step.end(self._run(work, step))
                 except BaseException as error:  # whatever it is belongs to the step's waiter
-                    launched.future.set_exception(error)
-                else:
-                    launched.future.set_result(output)
-                del launched  # its tensors are not needed while waiting for the next step
+                    step.end(error)
+                del launched, work, step  # its tensors are not needed while waiting for the next
 
-    def _run(self, launched: LaunchedStep) -> StepOutput:
+    def _run(self, work: StepWork, step: LaunchedStep) -> StepOutput:
         try:
-            launched.step.forward()
+            work.forward()
         finally:
-            # Steps get their masks in launch order, so this one's come first; they are taken
-            # also where the forward pass failed, or the next step would get them.
-            sampled = self._may_sample.get()
-        if sampled is None:
-            raise RuntimeError("the runner was closed before the step could sample")
-        assert sampled is launched, "steps must get their masks in launch order"
-        launched.step.sample(launched.masks)
-        return launched.step.output()
+            # Steps may sample in launch order, so this one's leave comes first; it is taken also
+            # where the forward pass failed, or the next step would get it.
+            if not self._may_sample.get():
+                self._may_sample.put(False)  # for the next one
+                raise RuntimeError(_CLOSED)
+        work.sample(step.masks)
+        return work.output()
 
 
 class StreamLauncher:
@@ -115,40 +105,52 @@ class StreamLauncher:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._stream = device.stream()
-        self._sampled: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
+        self._unsampled: list[LaunchedStep] = []
+        self._sampled: queue.SimpleQueue[tuple[StepWork, LaunchedStep] | None] = queue.SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, name="model-waiter", daemon=True)
         self._waiter.start()
 
-    def launch(self, step: Step) -> LaunchedStep:
-        launched = LaunchedStep(step, self._sample)
-        self._queue(launched, step.forward)
-        return launched
+    def launch(self, work: StepWork) -> LaunchedStep:
+        step = LaunchedStep(partial(self._sample, work))
+        if self._queue(step, work.forward):
+            self._unsampled.append(step)
+        return step
+
+    def call(self, work: Callable[[], None]) -> None:
+        with torch.inference_mode(), self._device.on(self._stream):
+            work()
 
     def close(self) -> None:
+        unsampled, self._unsampled = self._unsampled, []
+        for step in unsampled:
+            step.end(RuntimeError(_CLOSED))
         if self._waiter.is_alive():
             self._sampled.put(None)
             self._waiter.join()
 
-    def _sample(self, launched: LaunchedStep) -> None:
-        if not launched.future.done():  # else its forward pass could not be queued
-            self._queue(launched, lambda: launched.step.sample(launched.masks))
-            self._sampled.put(launched)
+    def _sample(self, work: StepWork, step: LaunchedStep) -> None:
+        if step.done:  # its forward pass could not be queued
+            return
+        self._unsampled.remove(step)
+        if self._queue(step, lambda: work.sample(step.masks)):
+            self._sampled.put((work, step))
 
-    def _queue(self, launched: LaunchedStep, work: Callable[[], None]) -> None:
+    def _queue(self, step: LaunchedStep, work: Callable[[], None]) -> bool:
+        """Queues work of a step; where that raises, the step has failed."""
         try:
-            with torch.inference_mode(), self._device.on(self._stream):
-                work()
+            self.call(work)
         except Exception as error:
-            launched.future.set_exception(error)
+            step.end(error)
+            return False
+        return True
 
     def _wait(self) -> None:
         while (launched := self._sampled.get()) is not None:
-            if launched.future.done():
-                continue
+            work, step = launched
             try:
-                output = launched.step.output()  # blocks on the step's fence
+                output = work.output()  # blocks on the step's fence
             except Exception as error:
-                launched.future.set_exception(error)
+                step.end(error)
             else:
-                launched.future.set_result(output)
-            del launched  # its tensors lived until here; the step is done
+                step.end(output)
+            del launched, work, step  # its tensors lived until here; the step is done

@@ -19,7 +19,7 @@ from runtime.execution.forward_batch import (
     prompt_token_indices,
 )
 from runtime.execution.kv_pool import TokenToKVPool
-from runtime.execution.launchers import LaunchedStep, Launcher, StreamLauncher, ThreadLauncher
+from runtime.execution.launchers import Launcher, StreamLauncher, ThreadLauncher
 from runtime.execution.logprobs import LogprobTensors, concatenate, logprobs_of, records
 from runtime.execution.sampler import Sampled, Sampler
 from runtime.execution.staging import Staging
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runtime.execution.device import Device
     from runtime.execution.forward_batch import SampledRows
     from runtime.models.decoder import Decoder
-    from runtime.runner import SampleMasks
+    from runtime.runner import LaunchedStep, SampleMasks
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
 # Tokens whose logits are made at once for prompt log-probabilities: bounds [n, V] float32.

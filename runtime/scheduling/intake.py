@@ -96,7 +96,8 @@ def make_places(
         f"The queue takes {cap} requests, and one of higher priority needed the place."
         f" Retry after {retry_after_s:.0f} s."
     )
-    return [(other, Finish(FinishReason.ERROR, "queue_full", message)) for other in others]
+    finish = Finish(FinishReason.ERROR, "queue_full", message, retry_after_s)
+    return [(other, finish) for other in others]
 
 
 def make_record(

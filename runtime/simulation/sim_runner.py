@@ -12,13 +12,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from runtime.request import TokenLogprobs
-from runtime.runner import RunnerInfo, SampleMasks, StepOutput
+from runtime.runner import LaunchedStep, RunnerInfo, StepOutput
 
 if TYPE_CHECKING:
     from runtime.request import Request
+    from runtime.runner import SampleMasks
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
 Script = Callable[["Request", int], int]
@@ -59,24 +61,29 @@ class SimRunner:
         self._pages = max_total_tokens // page_size
         self._table: dict[tuple[int, int], int] = {}
         self._step_seconds = step_seconds
-        self._jobs: queue.SimpleQueue[_SimStep | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[ScheduleBatch, LaunchedStep] | None]
+        self._jobs = queue.SimpleQueue()
+        self._may_sample: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if step_seconds is not None:
             self._thread = threading.Thread(target=self._work, name="sim-runner", daemon=True)
             self._thread.start()
 
-    def launch(self, batch: ScheduleBatch) -> _SimStep:
+    def launch(self, batch: ScheduleBatch) -> LaunchedStep:
         """Starts a step; it is done at once, or `step_seconds` after the step before it."""
         self._check(batch)
         self.steps += 1
-        step = _SimStep(self, batch)
-        if self._thread is not None:
-            self._jobs.put(step)
+        if self._thread is None:
+            step = LaunchedStep(partial(self._finish, batch))
+        else:
+            step = LaunchedStep(lambda _: self._may_sample.put(True))
+            self._jobs.put((batch, step))
         return step
 
     def close(self) -> None:
         """Waits for launched steps. Idempotent."""
         if self._thread is not None:
+            self._may_sample.put(False)
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
@@ -123,10 +130,23 @@ class SimRunner:
 
     def _work(self) -> None:
         assert self._step_seconds is not None
-        while (step := self._jobs.get()) is not None:
-            time.sleep(self._step_seconds(step.batch))
-            step.wait_masks()
-            step.finish()
+        while (launched := self._jobs.get()) is not None:
+            batch, step = launched
+            time.sleep(self._step_seconds(batch))
+            # Steps may sample in launch order, so this one's leave comes first.
+            if self._may_sample.get():
+                self._finish(batch, step)
+            else:
+                self._may_sample.put(False)  # for the next one
+                step.end(RuntimeError("the runner was closed before the step could sample"))
+
+    def _finish(self, batch: ScheduleBatch, step: LaunchedStep) -> None:
+        try:
+            output = self.run(batch, step.masks)
+        except Exception as error:
+            step.end(error)
+        else:
+            step.end(output)
 
     def _check(self, batch: ScheduleBatch) -> None:
         """Applies the table writes and asserts that every new position has a page."""
@@ -155,57 +175,6 @@ class SimRunner:
                 start // self._page_size, (start + length - 1) // self._page_size + 1
             ):
                 assert (row, index) in self._table, f"row {row} has no page {index}"
-
-
-class _SimStep:
-    """A launched step of a `SimRunner`."""
-
-    def __init__(self, runner: SimRunner, batch: ScheduleBatch) -> None:
-        self.batch = batch
-        self._runner = runner
-        self._masks: SampleMasks | None = None
-        self._may_sample = threading.Event()
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._output: StepOutput | None = None
-        self._error: BaseException | None = None
-
-    def sample(self, masks: SampleMasks | None) -> None:
-        assert not self._may_sample.is_set(), "sample() was called twice"
-        self._masks = masks
-        self._may_sample.set()
-        if self._runner._thread is None:
-            self.finish()
-
-    def result(self) -> StepOutput:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._output is not None
-        return self._output
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._done.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def wait_masks(self) -> None:
-        self._may_sample.wait()
-
-    def finish(self) -> None:
-        """Computes the output and calls back."""
-        try:
-            self._output = self._runner.run(self.batch, self._masks)
-        except Exception as error:
-            self._error = error
-        with self._lock:
-            self._done.set()
-            callbacks = self._callbacks
-        for callback in callbacks:
-            callback()
 
 
 def _allowed(words: memoryview, token: int, vocab_size: int) -> int:

@@ -108,14 +108,15 @@ class ModelFormat:
         prompt_ids: Sequence[int] | None = None,
         begun: str = "",
     ) -> GenerationParams:
-        """The parameters with the grammar that the request asks for, compiled.
+        """The parameters with the grammar that the request asks for; it is compiled while the
+        request waits in the queue.
 
         Args:
             rules: what the request asks the output to look like.
             prompt_ids, begun: of a chat; where these have begun the reasoning, the grammar rules
                 what follows it.
 
-        Raises: InvalidRequest: a grammar that is wrong or cannot be enforced.
+        Raises: InvalidRequest: a grammar that is seen to be wrong without compiling it.
         """
         found = source_of(rules, self.special_tokens)
         source, param = found if found is not None else (None, "tools")
@@ -125,7 +126,7 @@ class ModelFormat:
             return params
         if prompt_ids is not None:
             source = self._after_reasoning(source, prompt_ids, begun)
-        grammar = await self._compiler.compile(source, param)
+        grammar = self._compiler.grammar(source, param)
         sampling = params.sampling
         stops = sampling.stop_token_ids
         return replace(
@@ -145,6 +146,10 @@ class ModelFormat:
 
     def _tail(self, prompt_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+
+    def prepare(self) -> None:
+        """Makes ready what would hold up others if it were made for the first that asks."""
+        self._compiler.prepare()
 
     def close(self) -> None:
         """Ends the compiler's threads."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runtime.errors import EngineDead
-from runtime.request import Finish, FinishReason, Request, RequestOutput
+from runtime.errors import EngineDead, GenerationFailed, LoomserveError
+from runtime.request import Finish, FinishReason
+from runtime.runner import failed_step
 from runtime.step_records import StepRecord, StepRecords
 from server.generation.sequence import Sequence
 from server.generation.streams import RequestStream
@@ -28,11 +28,12 @@ from server.generation.token_masks import needs_mask, token_masks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from runtime.runner import PendingStep, Runner, StepOutput
+    from runtime.request import Request, RequestOutput
+    from runtime.runner import LaunchedStep, Runner, StepOutput
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
     from server.generation.metrics import Metrics
-    from server.generation.sequence import SequenceSpec
+    from server.generation.sequence import OutputRules
     from server.text.tokenizer import Tokenizer
 
 log = logging.getLogger("loomserve.engine")
@@ -42,18 +43,15 @@ POLL_SECONDS = 0.02
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A step between launch and commit. `error` is set where the launch itself failed."""
+class _InFlight:
+    """A step between launch and commit, and what its record will say of it."""
 
     batch: ScheduleBatch
-    pending: PendingStep | None
-    reason: str
+    step: LaunchedStep
+    reason: str  # why the plan before it gave no batch
     planned_s: float
-    plan_s: float
     launched_s: float
-    sampled: bool = False
     masked_rows: int = 0
-    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -115,41 +113,27 @@ class Engine:
         """Ends every request, waits for the steps in flight, ends the loop. Idempotent."""
         self._stopping = True
         for sequence in list(self._live.values()):
-            self._forget(sequence)
             self.scheduler.abort(sequence.request.request_id)
-            self.metrics.finished(sequence, "abort", self.clock())
+            self._leave(sequence, "abort")
             sequence.stream.fail(EngineDead("the server is stopping"))
         self._wake.event.set()
         if self._task is not None:
             await self._task
 
-    def submit(self, specs: list[SequenceSpec], request_id: str) -> RequestStream:
-        """Queues sequences that one client waits for together.
+    def submit(self, requests: list[Request], rules: OutputRules) -> RequestStream:
+        """Queues requests that one client waits for together: all of them, or none.
 
-        Args: request_id: unique; the sequences are named after it.
         Raises: InvalidRequest, ContextTooLong, QueueFull, EngineDead; then none is queued.
         """
         if self.dead is not None:
             raise self.dead
-        now = self.clock()
-        requests = [
-            Request(
-                request_id=f"{request_id}-{index}",
-                input_ids=_ints(spec.input_ids),
-                sampling=spec.sampling,
-                arrival_s=now,
-                priority=spec.priority,
-                namespace=spec.namespace,
-                deadline_s=spec.deadline_s,
-                grammar=spec.grammar,
-            )
-            for index, spec in enumerate(specs)
-        ]
+        if self._stopping:
+            raise EngineDead("the server is stopping")
         stream = RequestStream(requests)
         sequences = [
-            Sequence(request, stream, index, spec, self.tokenizer)
-            for index, (spec, request) in enumerate(zip(specs, requests, strict=True))
+            Sequence(index, stream, rules, self.tokenizer) for index in range(len(requests))
         ]
+        now = self.clock()
         displaced = self.scheduler.add_group(requests, now)
         for sequence in sequences:
             self._follow(sequence)
@@ -162,7 +146,9 @@ class Engine:
         for request in stream.requests:
             sequence = self._live.get(request.request_id)
             if sequence is not None:
-                self._end(sequence, Finish(FinishReason.ABORT, message=message))
+                self.scheduler.abort(request.request_id, message)
+                self._close(sequence, Finish(FinishReason.ABORT, message=message))
+                self._wake.event.set()
 
     @property
     def live(self) -> int:
@@ -174,70 +160,70 @@ class Engine:
     async def _guarded_run(self) -> None:
         try:
             await self._run()
-        except Exception as error:
-            log.exception("the engine loop failed")
+        except BaseException as error:
+            log.critical("the engine loop failed", exc_info=error)
             self.dead = EngineDead(f"the engine has stopped: internal error ({_kind(error)})")
             for sequence in list(self._live.values()):
-                self._forget(sequence)
-                self.metrics.finished(sequence, "error", self.clock())
+                self._leave(sequence, "error")
                 sequence.stream.fail(self.dead)
+            if not isinstance(error, Exception):
+                raise
 
     async def _run(self) -> None:
-        flight: _Flight | None = None
+        flight: _InFlight | None = None
         reason = ""
         while not (self._stopping and flight is None and not self.scheduler.has_unfinished):
             following, reason = self._plan_and_launch(reason)
             if flight is not None:
                 await self._finish(flight)
-            if following is not None and not following.sampled:
+            if following is not None:
                 self._sample(following)
-            if following is not None and not self._overlap:
-                await self._finish(following)
-                following = None
-            elif following is None and flight is None:
+                if not self._overlap:
+                    await self._finish(following)
+                    following = None
+            elif flight is not None:
+                # What is done when idle may take a while: the last tokens go out before it.
+                await asyncio.sleep(0)
+            else:
                 await self._rest()
             flight = following
 
-    def _plan_and_launch(self, last_reason: str) -> tuple[_Flight | None, str]:
+    def _plan_and_launch(self, last_reason: str) -> tuple[_InFlight | None, str]:
         """Launches the next step, if there is one; also why there was none."""
         planned = self.clock()
         plan = self.scheduler.plan(planned)
-        if plan.ended:
-            self._deliver(plan.ended, planned)
+        self._deliver(plan.ended, planned)
         batch = plan.batch
         if batch is None:
             return None, plan.reason
         launched = self.clock()
-        flight = _Flight(batch, None, last_reason, planned, launched - planned, launched)
         try:
-            flight.pending = self.runner.launch(batch)
-            if not self._masked_live or not needs_mask(batch):
-                flight.pending.sample(None)
-                flight.sampled = True
+            step = self.runner.launch(batch)
+            if not self._masked_live or not needs_mask(batch, self._live):
+                step.sample(None)
         except Exception as error:
-            # Failed in its turn, after the step before it is committed.
-            flight.error, flight.sampled = error, True
-        return flight, ""
+            # Fails in its turn, after the step before it is committed.
+            step = failed_step(error)
+        return _InFlight(batch, step, last_reason, planned, launched), ""
 
-    def _sample(self, flight: _Flight) -> None:
+    def _sample(self, flight: _InFlight) -> None:
         """Lets a step sample whose masks had to wait for the tokens of the step before."""
-        assert flight.pending is not None
-        masks = token_masks(flight.batch, self._live, self.runner.info.vocab_size)
+        if flight.step.may_sample or flight.step.done:
+            return
+        vocab_size = self.runner.info.vocab_size
+        masks = token_masks(flight.batch, self._live, vocab_size, self._fail)
         flight.masked_rows = len(masks.rows) if masks is not None else 0
-        flight.pending.sample(masks)
-        flight.sampled = True
+        flight.step.sample(masks)
 
-    async def _finish(self, flight: _Flight) -> None:
+    async def _finish(self, flight: _InFlight) -> None:
         """Waits for a step, applies and delivers what it gave."""
         output: StepOutput | None = None
+        failed: Exception | None = None
         try:
-            if flight.error is not None:
-                raise flight.error
-            assert flight.pending is not None
-            await _done(flight.pending)
-            output = flight.pending.result()
+            await _done(flight.step)
+            output = flight.step.result()
         except Exception as error:
-            flight.error = error
+            failed = error
             log.error("step %d failed", flight.batch.step, exc_info=error)
         done = self.clock()
         if output is None:
@@ -245,12 +231,14 @@ class Engine:
         else:
             news = self.scheduler.commit(flight.batch, output, done)
         self._deliver(news, done)
-        self._record(flight, output, done)
+        self._record(flight, output, failed, done)
 
     async def _rest(self) -> None:
         """Nothing to compute: waits for work, or for the clock where requests wait for it."""
         if self.scheduler.has_unfinished:
             await self._wake.wait(POLL_SECONDS)
+            return
+        if self._stopping:
             return
         while self.scheduler.check_some():
             await asyncio.sleep(0)
@@ -262,7 +250,7 @@ class Engine:
             log.error("the scheduler's books are wrong, serving goes on: %s", broken)
         await self._wake.wait(None)
 
-    # Tokens to text to streams
+    # Tokens to text to streams. Whatever goes wrong here for one request ends that one alone.
 
     def _deliver(self, news: list[RequestOutput], now: float) -> None:
         live = self._live
@@ -272,35 +260,69 @@ class Engine:
                 continue
             try:
                 finish = sequence.advance(output)
+                self.metrics.tokens(sequence, len(output.token_ids), now)
             except Exception as error:
-                log.exception("request %s failed", output.request.request_id)
-                message = f"the output cannot be processed: internal error ({_kind(error)})"
-                finish = Finish(FinishReason.ERROR, message=message)
-                sequence.close(finish)
-            self.metrics.tokens(sequence, len(output.token_ids), now)
+                self._fail(sequence, error)
+                continue
             if finish is not None:
                 if finish is not output.finish:  # found in the text: the scheduler must be told
                     self.scheduler.finish(output.request.request_id, finish)
-                self._forget(sequence)
-                self.metrics.finished(sequence, finish.reason.value, now)
+                self._leave(sequence, finish.reason.value)
 
-    def _end(self, sequence: Sequence, finish: Finish) -> None:
+    def _close(self, sequence: Sequence, finish: Finish) -> None:
         """Ends a sequence from outside; its rows and pages follow when no step names them."""
-        self.scheduler.abort(sequence.request.request_id, finish.message)
-        self._forget(sequence)
-        sequence.close(finish)
-        self.metrics.finished(sequence, finish.reason.value, self.clock())
-        self._wake.event.set()
+        try:
+            sequence.close(finish)
+        except Exception as error:
+            self._fail(sequence, error)
+        else:
+            self._leave(sequence, finish.reason.value)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence that cannot go on, with the error its client gets."""
+        request_id = sequence.request.request_id
+        if isinstance(error, LoomserveError):
+            told = error
+        else:
+            log.error("request %s failed", request_id, exc_info=error)
+            told = GenerationFailed(
+                f"the output cannot be processed: internal error ({_kind(error)})"
+            )
+        self.scheduler.finish(request_id, Finish(FinishReason.ERROR, message=str(told)))
+        self._leave(sequence, "error")
+        sequence.stream.fail(told)
 
     def _follow(self, sequence: Sequence) -> None:
         self._live[sequence.request.request_id] = sequence
         self._masked_live += sequence.masked
+        if sequence.grammar is not None:
+            sequence.grammar.start(lambda: self._grammar_known(sequence))
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _grammar_known(self, sequence: Sequence) -> None:
+        """A grammar that a request waits for is compiled, or cannot be enforced."""
+        assert sequence.grammar is not None
+        if sequence.grammar.refused is not None:
+            self._fail(sequence, sequence.grammar.refused)
+        self._wake.event.set()
+
+    def _leave(self, sequence: Sequence, reason: str) -> None:
+        """Nobody waits for a sequence any more."""
         del self._live[sequence.request.request_id]
         self._masked_live -= sequence.masked
+        try:
+            if sequence.grammar is not None:
+                sequence.grammar.close()
+            self.metrics.finished(sequence, reason, self.clock())
+        except Exception:
+            log.exception("request %s could not be counted", sequence.request.request_id)
 
-    def _record(self, flight: _Flight, output: StepOutput | None, done: float) -> None:
+    def _record(
+        self,
+        flight: _InFlight,
+        output: StepOutput | None,
+        failed: Exception | None,
+        done: float,
+    ) -> None:
         batch = flight.batch
         ids = [request.request_id for request in batch.requests]
         record = StepRecord(
@@ -318,9 +340,9 @@ class Engine:
             launched_s=flight.launched_s,
             done_s=done,
             committed_s=self.clock(),
-            plan_s=flight.plan_s,
+            plan_s=flight.launched_s - flight.planned_s,
             device_s=output.device_s if output is not None else 0.0,
-            failed=None if flight.error is None else _kind(flight.error),
+            failed=None if failed is None else _kind(failed),
         )
         self.records.append(record)
         self.metrics.step(record)
@@ -345,8 +367,8 @@ class Engine:
         )
 
 
-async def _done(pending: PendingStep) -> None:
-    """Waits until `pending.result()` would not block. Always lets other tasks run once."""
+async def _done(step: LaunchedStep) -> None:
+    """Waits until `step.result()` would not block. Always lets other tasks run once."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
@@ -354,17 +376,13 @@ async def _done(pending: PendingStep) -> None:
         if not future.done():
             future.set_result(None)
 
-    pending.add_done_callback(lambda: _call_soon(loop, set_done))
+    step.add_done_callback(lambda: _call_soon(loop, set_done))
     await future
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(function)
-
-
-def _ints(values: list[int]) -> array[int]:
-    return array("i", values)
 
 
 def _kind(error: BaseException) -> str:

@@ -10,18 +10,21 @@ Knows no HTTP and no JSON. A generation that is left early must be aborted; use 
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from runtime.errors import ContextTooLong, GenerationFailed, InvalidRequest
-from runtime.request import FinishReason
-from server.generation.sequence import SequenceSpec
+from runtime.errors import ContextTooLong, GenerationFailed, InvalidRequest, QueueFull
+from runtime.request import FinishReason, Request
+from server.generation.bad_words import BadWords
+from server.generation.sequence import OutputRules
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from types import TracebackType
 
-    from runtime.request import Finish, Request, SamplingParams
+    from runtime.errors import LoomserveError
+    from runtime.request import Finish, SamplingParams
     from server.generation.engine import Engine
     from server.generation.params import ApiLimits, GenerationParams
     from server.generation.streams import Delta, RequestStream
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 # Choices of one seeded request get seeds this far apart (2**64 / golden ratio, made odd).
 SEED_STEP = 0x9E3779B97F4A7C15
 SEED_MASK = 2**63 - 1
+# Tokenizing takes up to 1 us a character, twice, on the event loop.
+MAX_BAD_CHARACTERS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,9 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come, until every choice has ended.
 
-        Raises: GenerationFailed: a choice could not be completed. EngineDead.
+        Raises: GenerationFailed: a choice could not be completed. InvalidRequest: it turned out
+            that one cannot be. QueueFull: one had to make room for a request of higher priority.
+            EngineDead.
         """
         hide = self.params.hide_output
         while news := await self._stream.take():
@@ -186,34 +193,41 @@ class Generator:
         for ids in prompts:
             if not ids:
                 raise InvalidRequest("prompt: is empty; it must have at least one token")
-        sampling = replace(
-            params.sampling,
-            bad_words=self._bad_word_ids(params.bad_words),
-            stop_token_ids=params.sampling.stop_token_ids | self._special_stops(params),
+        rules = OutputRules(
+            stops=params.stops,
+            bad_words=self._bad_words(params.bad_words),
+            skip_special_tokens=params.skip_special_tokens,
         )
-        timeout = params.timeout_s or self._request_timeout_s
-        deadline = self.engine.clock() + timeout if timeout else None
-        specs = [
-            SequenceSpec(
-                input_ids=ids,
-                sampling=replace(
-                    sampling,
-                    max_new_tokens=self._most_tokens(params, len(ids)),
-                    seed=self._seed(sampling, choice),
-                ),
-                stops=params.stops,
-                skip_special_tokens=params.skip_special_tokens,
-                priority=params.priority,
-                namespace=params.cache_salt,
-                deadline_s=deadline,
-                grammar=params.grammar() if params.grammar is not None else None,
-            )
-            for ids in prompts
-            for choice in range(params.best_of)
-        ]
-        stream = self.engine.submit(specs, request_id)
+        stream = self.engine.submit(self._requests(prompts, params, request_id), rules)
         names = frozenset((request_id, client_id) if client_id else (request_id,))
         return Generation(self, stream, prompts, params, names)
+
+    def _requests(
+        self, prompts: Sequence[list[int]], params: GenerationParams, request_id: str
+    ) -> list[Request]:
+        """The engine's requests, by choice index."""
+        now = self.engine.clock()
+        timeout = params.timeout_s or self._request_timeout_s
+        stops = params.sampling.stop_token_ids | self._special_stops(params)
+        requests: list[Request] = []
+        for prompt in prompts:
+            ids = array("i", prompt)
+            most = self._most_tokens(params, len(prompt))
+            sampling = replace(params.sampling, stop_token_ids=stops, max_new_tokens=most)
+            requests += [
+                Request(
+                    request_id=f"{request_id}-{len(requests) + choice}",
+                    input_ids=ids,
+                    sampling=replace(sampling, seed=self._seed(sampling, choice)),
+                    arrival_s=now,
+                    priority=params.priority,
+                    namespace=params.cache_salt,
+                    deadline_s=now + timeout if timeout else None,
+                    grammar=params.grammar() if params.grammar is not None else None,
+                )
+                for choice in range(params.best_of)
+            ]
+        return requests
 
     def abort(self, name: str | None) -> int:
         """Ends the generations of that name, or all (None); how many there were."""
@@ -239,20 +253,29 @@ class Generator:
         found = (self.tokenizer.special_id(stop) for stop in params.stops.strings)
         return {i for i in found if i is not None}
 
-    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def _bad_words(self, words: Sequence[str]) -> BadWords | None:
         """Each word as it is tokenized at the start of a text and after a blank."""
+        total = sum(map(len, words))
+        if total > MAX_BAD_CHARACTERS:
+            raise InvalidRequest(
+                f"bad_words: has {total} characters in all; at most {MAX_BAD_CHARACTERS} are"
+                " allowed",
+                param="bad_words",
+            )
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = self.tokenizer.encode(text, add_special_tokens=False, param="bad_words")
                 if ids:
                     found[tuple(ids)] = None
-        return tuple(found)
+        return BadWords(found) if found else None
 
 
-def _failure(finish: Finish | None) -> GenerationFailed | None:
+def _failure(finish: Finish | None) -> LoomserveError | None:
     """The error for a choice that ended in a way that must not look like an answer."""
     if finish is None or finish.reason not in (FinishReason.ERROR, FinishReason.TIMEOUT):
         return None
     message = finish.message or "the request could not be completed"
+    if finish.retry_after_s is not None:
+        return QueueFull(message, retry_after_s=finish.retry_after_s)
     return GenerationFailed(message, timed_out=finish.reason is FinishReason.TIMEOUT)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from server.generation.stop_rules import StopRules
+from server.generation.stop_rules import NO_STOPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runtime.request import SamplingParams
     from server.generation.sequence import Grammar
+    from server.generation.stop_rules import StopRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class GenerationParams:
 
     Args:
         n: choices to return. best_of: choices to generate, the likeliest n of which are returned.
-        sampling: `seed` None means a seed drawn per choice; `bad_words` is filled in by the core.
+        sampling: `seed` None means a seed drawn per choice.
         include_wait_times: the usage says what the request waited for, and how long.
         echo: the answer begins with the prompt.
         hide_output: max_tokens was 0, so nothing of what is generated shows (echo, for scoring).
@@ -69,7 +70,7 @@ class GenerationParams:
     include_wait_times: bool = False
     n: int = 1
     best_of: int = 1
-    stops: StopRules = field(default_factory=StopRules)
+    stops: StopRules = NO_STOPS
     bad_words: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     echo: bool = False

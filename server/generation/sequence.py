@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
+from runtime.errors import GenerationFailed
 from runtime.request import Finish, FinishReason
-from server.generation.stop_rules import StopScanner
+from server.generation.stop_rules import NO_STOPS, StopScanner
 from server.generation.streams import Delta
+from server.grammars.bits import forbid
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
-    from runtime.request import Request, RequestOutput, SamplingParams, TokenLogprobs
+    from runtime.errors import LoomserveError
+    from runtime.request import RequestOutput, TokenLogprobs
+    from server.generation.bad_words import BadWords
     from server.generation.stop_rules import StopRules
     from server.generation.streams import RequestStream
     from server.text.tokenizer import Tokenizer
 
 
 class Grammar(Protocol):
-    """A constraint on the output, at one request's position in it.
+    """A constraint on the output, at one request's position in it. It may still be compiling: then
+    the request waits in the queue until it is `ready`, or ends because it is `refused`.
 
     `fill_mask` takes one row of int32 words, bit t % 32 of word t // 32 allowing token t.
     """
 
-    ready: bool
     failed: str | None
+    refused: LoomserveError | None
+
+    @property
+    def ready(self) -> bool: ...
+
+    def start(self, when_known: Callable[[], None]) -> None: ...
+
+    def close(self) -> None: ...
 
     def fill_mask(self, bits: NDArray[np.int32]) -> None: ...
 
@@ -36,30 +50,24 @@ class Grammar(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSpec:
-    """One sequence to generate: what `Engine.submit` needs to make a `Request`.
+class OutputRules:
+    """What rules the output of a request's choices beside the sampler.
 
-    Args:
-        input_ids: the prompt, at least one token.
-        skip_special_tokens: special tokens do not show in the text.
-        deadline_s: on the engine's clock, or None.
-        grammar: constrains the output; compiled already.
+    Args: skip_special_tokens: special tokens do not show in the text.
     """
 
-    input_ids: list[int]
-    sampling: SamplingParams
-    stops: StopRules
+    stops: StopRules = NO_STOPS
+    bad_words: BadWords | None = None
     skip_special_tokens: bool = True
-    priority: int = 0
-    namespace: str = ""
-    deadline_s: float | None = None
-    grammar: Grammar | None = None
 
 
 class Sequence:
     """The output side of one request.
 
+    Args: index: of its request among the stream's.
+
     Attributes:
+        grammar: what constrains the output, or None.
         completion_tokens: tokens delivered; the usage figure.
         masked: its steps need token masks.
         arrival_s, first_token_s, last_token_s: moments on the engine's clock; the latter two None
@@ -67,15 +75,16 @@ class Sequence:
     """
 
     __slots__ = (
+        "_bad_words",
         "_delta",
         "_detokenizer",
-        "_grammar",
         "_include_stop",
         "_min_tokens",
         "_scanner",
         "arrival_s",
         "completion_tokens",
         "first_token_s",
+        "grammar",
         "index",
         "last_token_s",
         "masked",
@@ -84,13 +93,9 @@ class Sequence:
     )
 
     def __init__(
-        self,
-        request: Request,
-        stream: RequestStream,
-        index: int,
-        spec: SequenceSpec,
-        tokenizer: Tokenizer,
+        self, index: int, stream: RequestStream, rules: OutputRules, tokenizer: Tokenizer
     ) -> None:
+        request = stream.requests[index]
         self.request = request
         self.stream = stream
         self.index = index
@@ -98,13 +103,15 @@ class Sequence:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.completion_tokens = 0
-        self.masked = spec.grammar is not None or bool(spec.sampling.bad_words)
-        self._grammar = spec.grammar
-        self._scanner = StopScanner(spec.stops) if spec.stops else None
-        self._include_stop = spec.stops.include_in_output
-        self._min_tokens = spec.sampling.min_tokens
+        # To the scheduler it is something that gets ready; here is who made it.
+        self.grammar = cast("Grammar | None", request.grammar)
+        self.masked = self.grammar is not None or rules.bad_words is not None
+        self._bad_words = rules.bad_words
+        self._scanner = StopScanner(rules.stops) if rules.stops else None
+        self._include_stop = rules.stops.include_in_output
+        self._min_tokens = request.sampling.min_tokens
         self._detokenizer = tokenizer.detokenizer(
-            spec.input_ids, skip_special_tokens=spec.skip_special_tokens
+            request.input_ids, skip_special_tokens=rules.skip_special_tokens
         )
         self._delta = Delta(index)  # tokens whose text is not decided yet
 
@@ -112,7 +119,9 @@ class Sequence:
         """Takes news of the scheduler and sends what they make visible.
 
         Returns: how the sequence ended, if it did; that may be a stop which the scheduler, seeing
-        tokens only, does not know of.
+            tokens only, does not know of.
+        Raises: GenerationFailed: the grammar cannot go on. InvalidRequest: a stop expression takes
+            too long.
         """
         delta, finish = self._delta, output.finish
         if output.prompt_logprobs is not None:
@@ -144,9 +153,16 @@ class Sequence:
         self.stream.put_nowait(delta)
 
     def fill_mask(self, bits: NDArray[np.int32]) -> None:
-        """Writes which tokens the grammar allows next."""
-        assert self._grammar is not None
-        self._grammar.fill_mask(bits)
+        """Writes which tokens may come next into a row that allows all.
+
+        Raises: GenerationFailed: the grammar cannot go on.
+        """
+        if self.grammar is not None:
+            self.grammar.fill_mask(bits)
+            if self.grammar.failed is not None:
+                raise GenerationFailed(self.grammar.failed)
+        if self._bad_words is not None:
+            forbid(bits, self._bad_words.completing(self.request.output_ids))
 
     def _take(
         self, token_id: int, logprobs: TokenLogprobs | None, finish: Finish | None
@@ -166,14 +182,14 @@ class Sequence:
                 delta.text += self._scanner.feed(text)
                 if self._scanner.matched is not None:
                     return Finish(FinishReason.STOP, matched=self._scanner.matched)
-        return None if self._grammar is None else self._follow_grammar(token_id, finish)
+        return None if self.grammar is None else self._follow_grammar(token_id, finish)
 
     def _follow_grammar(self, token_id: int, finish: Finish | None) -> Finish | None:
-        grammar = self._grammar
+        grammar = self.grammar
         assert grammar is not None
         grammar.accept(token_id)
         if grammar.failed is not None:
-            return Finish(FinishReason.ERROR, message=grammar.failed)
+            raise GenerationFailed(grammar.failed)
         # Complete on the last allowed token is complete, not cut.
         if (finish is None or finish.reason is FinishReason.LENGTH) and grammar.is_terminated():
             return Finish(FinishReason.STOP)

@@ -30,6 +30,9 @@ class StopRules:
         return bool(self.strings or self.expressions)
 
 
+NO_STOPS = StopRules()
+
+
 def compile_stops(
     strings: tuple[str, ...], expressions: tuple[str, ...] = (), include_in_output: bool = False
 ) -> StopRules:

@@ -22,26 +22,35 @@ with equal keys). To be compared again when xgrammar reports unsupported keyword
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import re
+import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from runtime.errors import InvalidRequest
+from runtime.errors import GenerationFailed, InvalidRequest
+from server.grammars.bits import forbid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
+    from runtime.errors import LoomserveError
     from server.grammars.sources import Source
 
+log = logging.getLogger("loomserve.grammars")
+
 CACHED_GRAMMARS = 256
+# Compiling takes a thread up to 0.8 s for so many (600,000 took 5 s).
+MAX_CHARACTERS = 150_000
 # State and schema stay out of messages: they may hold what the prompt holds.
 _LIMITS = LLParserLimits(verbose_errors=False)
 
@@ -59,25 +68,71 @@ def hugging_face_tokenizer(
 class GrammarMatcher:
     """What one request may still say. Used by the engine's loop alone.
 
-    It follows committed tokens only, so a retracted request, whose committed tokens are computed
-    again, goes on with it unchanged.
+    It is there before its grammar is compiled, so that the request can wait in the queue for that:
+    `start` asks for it, and in the end it is `ready` or `refused`. It follows committed tokens
+    only, so a retracted request, whose committed tokens are computed again, goes on unchanged.
 
-    Attributes: ready: always; a grammar is compiled before its request is queued.
+    Attributes:
+        refused: why its grammar cannot be enforced, None while all is well.
         failed: why it can go no further (a limit of the library), None while all is well.
     """
 
-    __slots__ = ("_ends", "_matcher", "_taken", "_words", "failed", "min_tokens", "ready")
+    __slots__ = (
+        "_compilation",
+        "_ends",
+        "_grammar",
+        "_matcher",
+        "_taken",
+        "_when_known",
+        "failed",
+        "min_tokens",
+        "refused",
+    )
 
-    def __init__(
-        self, matcher: LLMatcher, words: int, ends: NDArray[np.int64], min_tokens: int
-    ) -> None:
-        self._matcher = matcher
-        self._words = words
+    def __init__(self, grammar: Grammar, ends: NDArray[np.int64], min_tokens: int) -> None:
+        self._grammar = grammar
+        self._compilation = grammar.compiler.finished(grammar.key)
+        self._matcher: LLMatcher | None = None
         self._ends = ends
         self._taken = 0
+        self._when_known: Callable[[], None] | None = None
         self.min_tokens = min_tokens
-        self.ready = True
+        self.refused: LoomserveError | None = None
         self.failed: str | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Its grammar is compiled."""
+        return self._compilation is not None and self._compilation.matcher is not None
+
+    def start(self, when_known: Callable[[], None]) -> None:
+        """Asks for the grammar, where it is not ready.
+
+        Args: when_known: called once, later, when it is `ready` or `refused`.
+        """
+        if not self.ready:
+            self._when_known = when_known
+            self._compilation = self._grammar.compiler.join(self, self._grammar)
+
+    def close(self) -> None:
+        """Is not needed any more: a grammar that nobody waits for is not compiled. Idempotent."""
+        if self._when_known is not None:
+            self._when_known = None
+            self._grammar.compiler.leave(self, self._grammar)
+
+    def known(self, compilation: Compilation) -> None:
+        """Told by the compiler how it ended."""
+        self.refused = compilation.error_for(self._grammar.param)
+        when_known, self._when_known = self._when_known, None
+        if when_known is not None:
+            when_known()
+
+    def _started(self) -> LLMatcher:
+        if self._matcher is None:
+            assert self._compilation is not None
+            assert self._compilation.matcher is not None, "the grammar is not compiled yet"
+            self._matcher = self._compilation.matcher.deep_copy()
+        return self._matcher
 
     def fill_mask(self, bits: NDArray[np.int32]) -> None:
         """Writes which tokens may come next: bit t % 32 of word t // 32 allows token t.
@@ -86,44 +141,51 @@ class GrammarMatcher:
         back until min_tokens, unless nothing else is left: there the grammar wins. After a failure
         nothing is allowed.
         """
+        matcher = self._started()
+        words = self._grammar.compiler.words
         # A tokenizer may know more ids than the model can sample.
-        row = bits if bits.size == self._words else np.zeros(self._words, dtype=np.int32)
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        row = bits if bits.size == words else np.zeros(words, dtype=np.int32)
+        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if row is not bits:
             bits[:] = row[: bits.size]
-        if self._matcher.is_error():
-            self.failed = self.failed or _sentence(self._matcher.get_error())
+        if matcher.is_error():
+            self.failed = self.failed or _sentence(matcher.get_error())
             bits.fill(0)
-        elif self._taken < self.min_tokens and not self._matcher.is_stopped():
-            self._hold_ends(bits)
-
-    def _hold_ends(self, bits: NDArray[np.int32]) -> None:
-        kept = bits.view(np.uint32).copy()
-        masks = (1 << (self._ends & 31)).astype(np.uint32)
-        np.bitwise_and.at(kept, self._ends >> 5, ~masks)
-        if kept.any():
-            bits[:] = kept.view(np.int32)
+        elif self._taken < self.min_tokens and not matcher.is_stopped():
+            forbid(bits, self._ends)
 
     def accept(self, token_id: int) -> None:
         """Takes a committed token. What comes after the end is ignored."""
-        if self.failed is not None or self._matcher.is_stopped():
+        matcher = self._started()
+        if self.failed is not None or matcher.is_stopped():
             return
         self._taken += 1
-        if not self._matcher.consume_token(token_id):
-            self.failed = _sentence(self._matcher.get_error())
+        if not matcher.consume_token(token_id):
+            self.failed = _sentence(matcher.get_error())
 
     def is_terminated(self) -> bool:
         """The output is complete and can only end."""
-        return self.failed is None and bool(self._matcher.is_stopped())
+        return self.failed is None and bool(self._started().is_stopped())
 
 
-class CompiledGrammar:
-    """A grammar from which any number of matchers start (n choices, equal requests)."""
+class Grammar:
+    """A grammar that a request asks for, from which its choices' matchers start.
 
-    def __init__(self, matcher: LLMatcher, words: int, eos_ids: Sequence[int]) -> None:
-        self._matcher = matcher
-        self._words = words
-        self._eos_ids = tuple(eos_ids)
+    Args: param: the request's field that it came from, for messages.
+    Raises: InvalidRequest: it is too long to be compiled.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, source: Source, param: str) -> None:
+        self.compiler = compiler
+        self.source = source
+        self.param = param
+        self.key = json.dumps(source)
+        if len(self.key) > MAX_CHARACTERS:
+            raise InvalidRequest(
+                f"{param}: the grammar has {len(self.key)} characters; at most {MAX_CHARACTERS}"
+                " are allowed",
+                param=param,
+            )
 
     def matcher(self, min_tokens: int = 0, stop_token_ids: Iterable[int] = ()) -> GrammarMatcher:
         """A matcher at the start.
@@ -132,15 +194,51 @@ class CompiledGrammar:
             the grammar leaves a choice. (The request's own min_tokens must then be 0: a ban that
             is applied after the mask could leave no token at all.)
         """
-        ends = np.array(sorted({*self._eos_ids, *stop_token_ids}), dtype=np.int64)
-        return GrammarMatcher(self._matcher.deep_copy(), self._words, ends, min_tokens)
+        ends = np.array(sorted({*self.compiler.eos_ids, *stop_token_ids}), dtype=np.int64)
+        return GrammarMatcher(self, ends, min_tokens)
+
+
+class Compilation:
+    """A grammar on its way, and all who wait for it; its fields change on the event loop alone.
+
+    Attributes: matcher: at the start of the grammar; None until it is compiled.
+    """
+
+    __slots__ = ("_error", "matcher", "waiting", "work")
+
+    def __init__(self, work: Future[LLMatcher]) -> None:
+        self.work = work
+        self.waiting: list[GrammarMatcher] = []
+        self.matcher: LLMatcher | None = None
+        self._error: BaseException | None = None
+
+    def end(self) -> None:
+        """Its work is done: tells all who wait."""
+        self._error = self.work.exception()
+        if self._error is None:
+            self.matcher = self.work.result()
+        elif not isinstance(self._error, ValueError):
+            log.error("a grammar could not be compiled", exc_info=self._error)
+        waiting, self.waiting = self.waiting, []
+        for matcher in waiting:
+            matcher.known(self)
+
+    def error_for(self, param: str) -> LoomserveError | None:
+        """What the client whose field this was is told, where it cannot be enforced."""
+        if self._error is None:
+            return None
+        if isinstance(self._error, ValueError):
+            return InvalidRequest(f"{param}: {self._error}", param=param)
+        kind = type(self._error).__name__
+        return GenerationFailed(f"the grammar cannot be compiled: internal error ({kind})")
 
 
 class GrammarCompiler:
-    """Compiles sources in its own threads and keeps the latest.
+    """Compiles grammars in its own threads and keeps the latest. What is compiled or waits for a
+    thread is never more than what requests wait for: the queue's cap bounds both.
 
     Args:
-        make_tokenizer: called once, in such a thread, at the first compilation.
+        make_tokenizer: called once, by `prepare` or at the first compilation.
         eos_ids: ids that end the output.
     """
 
@@ -152,44 +250,88 @@ class GrammarCompiler:
         threads: int = 2,
         cache_size: int = CACHED_GRAMMARS,
     ) -> None:
+        self.eos_ids = tuple(sorted(eos_ids))
+        self.words = 0  # of a mask; known once something is compiled
         self._make_tokenizer = make_tokenizer
-        self._tokenizer: asyncio.Future[LLTokenizer] | None = None
-        self._eos_ids = tuple(sorted(eos_ids))
-        self._cache: OrderedDict[str, asyncio.Future[CompiledGrammar]] = OrderedDict()
+        self._tokenizer: LLTokenizer | None = None
+        self._no_tokenizer = False
+        self._making = threading.Lock()
+        self._going_on: dict[str, Compilation] = {}
+        self._finished: OrderedDict[str, Compilation] = OrderedDict()
         self._cache_size = cache_size
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
 
-    async def compile(self, source: Source, param: str) -> CompiledGrammar:
-        """The compiled grammar. Equal sources are compiled once, also while that goes on.
+    def grammar(self, source: Source, param: str) -> Grammar:
+        """A grammar to make matchers of; nothing is compiled before one is started.
 
-        Raises: InvalidRequest: naming `param` and what of it cannot be enforced.
+        Raises: InvalidRequest: naming `param`.
         """
-        key = json.dumps(source)
-        task = self._cache.get(key)
-        if task is None:
-            task = asyncio.ensure_future(self._compile(source))
-            self._cache[key] = task
-            while len(self._cache) > self._cache_size:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(key)
-        try:
-            # A client that leaves must not cancel what others wait for.
-            return await asyncio.shield(task)
-        except ValueError as error:
-            self._cache.pop(key, None)
-            raise InvalidRequest(f"{param}: {error}", param=param) from None
+        return Grammar(self, source, param)
 
-    async def _compile(self, source: Source) -> CompiledGrammar:
-        loop = asyncio.get_running_loop()
+    def prepare(self) -> None:
+        """Makes the tokenizer now: that holds the interpreter (0.2 s for 50,000 tokens), which
+        must not happen while others are served."""
+        with contextlib.suppress(ValueError):  # told to those who ask for a grammar
+            self._tokenizer_or_error()
+
+    def finished(self, key: str) -> Compilation | None:
+        """What is compiled already."""
+        found = self._finished.get(key)
+        if found is not None:
+            self._finished.move_to_end(key)
+        return found
+
+    def join(self, matcher: GrammarMatcher, grammar: Grammar) -> Compilation:
+        """Adds one who waits; equal sources are compiled once, also while that goes on."""
+        compilation = self._going_on.get(grammar.key)
+        if compilation is None:
+            work = self._pool.submit(self._compile, grammar.source)
+            compilation = self._going_on[grammar.key] = Compilation(work)
+            loop = asyncio.get_running_loop()
+
+            def done(_: Future[LLMatcher]) -> None:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(self._end, grammar.key)
+
+            work.add_done_callback(done)
+        compilation.waiting.append(matcher)
+        return compilation
+
+    def leave(self, matcher: GrammarMatcher, grammar: Grammar) -> None:
+        """Takes out one who waited. What nobody waits for and has not begun is dropped."""
+        compilation = self._going_on.get(grammar.key)
+        if compilation is None or matcher not in compilation.waiting:
+            return
+        compilation.waiting.remove(matcher)
+        if not compilation.waiting and compilation.work.cancel():
+            del self._going_on[grammar.key]
+
+    def _end(self, key: str) -> None:
+        compilation = self._going_on.get(key)
+        if compilation is None or not compilation.work.done() or compilation.work.cancelled():
+            return  # the one that ended was dropped; this one is later, or the server is closing
+        del self._going_on[key]
+        compilation.end()
+        if compilation.matcher is not None:
+            self._finished[key] = compilation
+            if len(self._finished) > self._cache_size:
+                self._finished.popitem(last=False)
+
+    def _compile(self, source: Source) -> LLMatcher:
+        """Raises ValueError where the source is wrong or no first token can satisfy it."""
+        return _compile(self._tokenizer_or_error(), source, self.words)
+
+    def _tokenizer_or_error(self) -> LLTokenizer:
+        with self._making:
+            if self._tokenizer is None and not self._no_tokenizer:
+                try:
+                    self._tokenizer = self._make_tokenizer()
+                    self.words = (self._tokenizer.vocab_size + 31) // 32
+                except ValueError:  # neither byte-level nor with byte fallback
+                    self._no_tokenizer = True
         if self._tokenizer is None:
-            self._tokenizer = loop.run_in_executor(self._pool, self._make_tokenizer)
-        try:
-            tokenizer = await asyncio.shield(self._tokenizer)
-        except ValueError:  # neither byte-level nor with byte fallback
-            raise ValueError("no grammar can be enforced with this model's tokenizer") from None
-        words = (tokenizer.vocab_size + 31) // 32
-        work = partial(_compile, tokenizer, source, words)
-        return CompiledGrammar(await loop.run_in_executor(self._pool, work), words, self._eos_ids)
+            raise ValueError("no grammar can be enforced with this model's tokenizer")
+        return self._tokenizer
 
     def close(self) -> None:
         """Ends the threads; compilations that have not begun are dropped."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from runtime.request import Finish, TokenLogprobs
-    from runtime.runner import PendingStep, Runner, SampleMasks
+    from runtime.runner import LaunchedStep, Runner, SampleMasks
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
 
@@ -78,7 +78,7 @@ def run(
         scheduler.add(item, 0.0)
         result.requests[item.request_id] = item
         result.outputs[item.request_id] = Generated()
-    inflight: tuple[ScheduleBatch, PendingStep] | None = None
+    inflight: tuple[ScheduleBatch, LaunchedStep] | None = None
     now = 0.0
     while scheduler.has_unfinished:
         now += 0.01

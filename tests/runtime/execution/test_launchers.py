@@ -95,7 +95,7 @@ def test_a_step_is_done_only_after_it_may_sample(runner: ModelRunner) -> None:
     called = threading.Event()
     pending = runner.launch(prefill())
     pending.add_done_callback(called.set)
-    assert not pending.future.done()
+    assert not pending.done
     assert not called.is_set()
     pending.sample(None)
     output = pending.result()
@@ -150,7 +150,7 @@ def test_close_waits_for_what_may_sample_and_is_idempotent(runner: ModelRunner) 
     pending = runner.launch(prefill())
     pending.sample(None)
     runner.close()
-    assert pending.future.done()
+    assert pending.done
     runner.close()
 
 

@@ -9,7 +9,10 @@ import json
 import pytest
 
 from runtime.errors import EngineDead
+from runtime.request import SamplingParams
 from runtime.simulation.sim_runner import SimRunner
+from server.generation.params import GenerationParams
+from server.generation.sequence import OutputRules
 from tests.fakes import VOCAB_SIZE, counts, fake_runner, fake_server, says
 
 
@@ -107,7 +110,7 @@ async def test_a_dead_engine_answers_503_everywhere_at_once():
         assert (await server.get("/health"))[0] == 503
         assert (await server.get("/health_generate"))[0] == 503
         with pytest.raises(EngineDead):
-            server.service.engine.submit([], "x")
+            server.service.engine.submit([], OutputRules())
 
 
 @pytest.mark.parametrize("disable_overlap", [False, True], ids=["overlap", "no-overlap"])
@@ -225,6 +228,30 @@ async def test_a_request_past_its_time_ends_with_a_timeout():
         )
         assert (status, body["error"]["code"]) == (504, "timeout")
         await server.wait_idle()
+
+
+async def test_the_last_tokens_go_out_before_the_recount():
+    async with fake_server() as server:
+        scheduler = server.service.engine.scheduler
+        order = []
+        original = scheduler.check_some
+
+        def check_some():
+            order.append("recount")
+            return original()
+
+        scheduler.check_some = check_some
+        generator = server.service.generator
+        params = GenerationParams(sampling=SamplingParams(max_new_tokens=3, temperature=0.0))
+        with generator.start([[1, 2]], params, "r") as generation:
+            order.clear()
+            async for delta in generation:
+                if delta.finish is not None:
+                    order.append("last tokens")  # noqa: PERF401
+        await server.wait_idle()
+        assert order[0] == "last tokens"
+        await server.complete(max_tokens=1)  # the loop has been through a rest by then
+        assert "recount" in order
 
 
 async def test_a_broken_recount_is_reported_and_serving_goes_on(caplog):

@@ -7,15 +7,12 @@ from array import array
 import numpy as np
 import pytest
 
-from runtime.request import Request, SamplingParams
-from server.generation.token_masks import ban_bad_words
+from server.generation.bad_words import BadWords
+from server.grammars.bits import forbid
 
 
-def request_with(words, output):
-    sampling = SamplingParams(bad_words=tuple(map(tuple, words)))
-    request = Request("r", array("i", [1]), sampling, 0.0)
-    request.output_ids.extend(output)
-    return request
+def ban(bits, words, output):
+    forbid(bits, BadWords(map(tuple, words)).completing(array("i", output)))
 
 
 def allowed(bits) -> set[int]:
@@ -36,11 +33,11 @@ def allowed(bits) -> set[int]:
 )
 def test_the_token_that_completes_a_bad_word_is_banned(words, output, banned):
     bits = np.full(3, -1, dtype=np.int32)
-    ban_bad_words(bits, request_with(words, output))
+    ban(bits, words, output)
     assert allowed(bits) == set(range(96)) - banned
 
 
 def test_a_mask_that_leaves_only_bad_words_stays_as_it_was():
     bits = np.array([1 << 5, 0, 0], dtype=np.int32)
-    ban_bad_words(bits, request_with([[5]], []))
+    ban(bits, [[5]], [])
     assert allowed(bits) == {5}

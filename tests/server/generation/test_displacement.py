@@ -1,0 +1,109 @@
+"""Who has to make room in a full queue, and what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.fakes import fake_runner, fake_server
+
+# One runs, so many wait; nobody is put back from running for a higher priority.
+FULL = {"max_running_requests": 1, "max_queued_requests": 2, "disable_priority_preemption": True}
+MESSAGES = [{"role": "user", "content": "hello"}]
+BODIES = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 9},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 9},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 16},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+    "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 9}},
+}
+
+
+class Crowd:
+    """A server whose only place is taken by an answer that goes on until it is aborted."""
+
+    def __init__(self, server) -> None:
+        self.server = server
+
+    async def post(self, path, body, waiting):
+        """Begins a request; returns when so many wait."""
+        task = asyncio.create_task(self._answer(path, body))
+        scheduler = self.server.service.engine.scheduler
+        async with asyncio.timeout(20):
+            # No event says "it waits": whatever has to happen happens between two turns.
+            while scheduler.statistics().waiting != waiting or not scheduler.statistics().running:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        return task
+
+    async def _answer(self, path, body):
+        async with self.server.client.post(self.server.url + path, json=body) as answer:
+            return answer.status, dict(answer.headers), await answer.text()
+
+
+async def crowd(server):
+    found = Crowd(server)
+    body = {"prompt": "running", "max_tokens": 1500, "ignore_eos": True}
+    running = await found.post("/v1/completions", body, waiting=0)
+    return found, running
+
+
+def slow_server(**scheduler):
+    runner = fake_runner(step_seconds=lambda batch: 0.002)
+    return fake_server(runner=runner, scheduler={**FULL, **scheduler})
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_makes_room_is_told_to_come_back(path, streamed):
+    async with slow_server(max_queued_requests=1) as server:
+        found, running = await crowd(server)
+        low = await found.post(path, {**BODIES[path], "stream": streamed}, waiting=1)
+        high = {"prompt": "high", "max_tokens": 1, "priority": 5}
+        newcomer = await found.post("/v1/completions", high, waiting=1)
+        status, headers, text = await low
+        assert status == 503
+        assert int(headers["Retry-After"]) >= 1
+        error = json.loads(text)["error"]
+        assert error["type"] == "overloaded_error"
+        assert "one of higher priority needed the place" in error["message"]
+        await server.post("/abort_request", {"abort_all": True})
+        await asyncio.gather(running, newcomer)
+        await server.wait_idle()
+
+
+async def test_a_stream_that_has_begun_gets_it_as_an_event():
+    async with slow_server() as server:
+        body = {"prompt": "both", "max_tokens": 1500, "ignore_eos": True, "n": 2, "stream": True}
+        found = Crowd(server)
+        both = await found.post("/v1/completions", body, waiting=1)
+        other = await found.post("/v1/completions", {"prompt": "low", "max_tokens": 1}, waiting=2)
+        body = {"prompt": "high", "max_tokens": 1, "priority": 5, "n": 2, "temperature": 1}
+        newcomer = await found.post("/v1/completions", body, waiting=2)
+        status, _, text = await both
+        assert status == 200
+        last = json.loads(text.removesuffix("\n\n").rpartition("data: ")[2])
+        assert last["error"]["code"] == "overloaded"
+        assert "[DONE]" not in text
+        assert (await other)[0] == 503
+        assert (await newcomer)[0] == 200, "the place is free now"
+        await server.wait_idle()
+
+
+async def test_a_newcomer_that_does_not_get_in_displaces_nobody():
+    async with slow_server() as server:
+        found, running = await crowd(server)
+        low = [
+            await found.post("/v1/completions", {"prompt": f"low {i}", "max_tokens": 1}, waiting=i)
+            for i in (1, 2)
+        ]
+        body = {"prompt": "three", "max_tokens": 5, "priority": 5, "n": 3, "temperature": 1}
+        status, answer = await server.post("/v1/completions", body)
+        assert status == 400, "three never fit into a queue of two"
+        assert "at most 2" in answer["error"]["message"]
+        assert server.service.engine.scheduler.statistics().waiting == 2
+        server.service.engine.scheduler.check()
+        running.cancel()
+        assert [(await task)[0] for task in low] == [200, 200]
+        await server.wait_idle()

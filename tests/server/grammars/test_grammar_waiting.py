@@ -1,0 +1,243 @@
+"""A request waits in the queue for its grammar: seen, charged, and in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+
+from runtime.errors import EngineDead
+from server.generation.sequence import OutputRules
+from server.grammars import compiler as compiler_module
+from tests.fakes import fake_server
+
+BOTH_LOOPS = pytest.mark.parametrize("disable_overlap", [False, True], ids=["overlap", "no-overlap"])  # fmt: skip
+COLOURS = {"guided_choice": ["red", "green"]}
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+class Gate:
+    """Holds every compilation until it is opened; knows what was compiled."""
+
+    def __init__(self, original) -> None:
+        self._original = original
+        self._open = threading.Event()
+        self.begun = []
+
+    def __call__(self, tokenizer, source, words):
+        self.begun.append(source)
+        assert self._open.wait(30)
+        return self._original(tokenizer, source, words)
+
+    def open(self):
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    found = Gate(compiler_module._compile)
+    monkeypatch.setattr(compiler_module, "_compile", found)
+    yield found
+    found.open()
+
+
+async def until(condition):
+    """Waits for what no event tells of: it happens between two turns of the loop."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def waiting_server(count, gate, ask, choices=1, **options):
+    """A server on which `count` requests wait for their grammars, and their answers."""
+    async with fake_server(**options) as server:
+        tasks = [asyncio.create_task(ask(server, i)) for i in range(count)]
+        statistics = server.service.engine.scheduler.statistics
+        await until(lambda: statistics().waiting_grammar == count * choices)
+        await until(lambda: gate.begun)
+        yield server, tasks
+
+
+async def post(server, body, path="/v1/completions"):
+    return await server.post(path, {"prompt": "hello", "max_tokens": 8, **body})
+
+
+@BOTH_LOOPS
+async def test_it_is_seen_and_charged_while_others_are_served(gate, disable_overlap):
+    async def ask(server, i):
+        return await post(server, {**COLOURS, "include_wait_times": True})
+
+    async with waiting_server(1, gate, ask, disable_overlap=disable_overlap) as (server, tasks):
+        free = await server.complete("free", max_tokens=30)
+        assert free["usage"]["completion_tokens"] == 30
+        (waiting,) = (await server.get("/debug/requests"))[1]["requests"]
+        assert (waiting["state"], waiting["blocked_by"]) == ("waiting", "grammar")
+        async with server.client.get(server.url + "/metrics") as answer:
+            assert 'vllm:num_requests_waiting{model_name="fake"} 1.0' in await answer.text()
+        gate.open()
+        status, body = await tasks[0]
+        assert status == 200
+        assert body["choices"][0]["text"] in ("red", "green")
+        assert body["usage"]["wait_seconds"]["grammar"] > 0
+        await server.wait_idle()
+        # What is compiled makes nobody wait.
+        status, body = await ask(server, 1)
+        assert "grammar" not in body["usage"]["wait_seconds"]
+        assert len(gate.begun) == 1
+        await server.wait_idle()
+
+
+async def test_equal_grammars_are_compiled_once_at_a_time(gate):
+    async def ask(server, i):
+        return await post(server, {**COLOURS, "n": 2, "temperature": 1})
+
+    async with waiting_server(3, gate, ask, choices=2) as (server, tasks):
+        gate.open()
+        for status, body in await asyncio.gather(*tasks):
+            assert status == 200
+            assert all(choice["text"] in ("red", "green") for choice in body["choices"])
+        assert len(gate.begun) == 1
+        await server.wait_idle()
+
+
+async def test_it_keeps_its_place_in_the_queue(gate):
+    """Who came first is served first, though its grammar took longer than the other's arrival."""
+    async with fake_server(scheduler={"max_running_requests": 1}) as server:
+        scheduler = server.service.engine.scheduler
+        runs = asyncio.create_task(post(server, {"max_tokens": 1500, "ignore_eos": True}))
+        await until(lambda: scheduler.statistics().running)
+        ended = []
+
+        async def note(name, body):
+            assert (await post(server, body))[0] == 200
+            ended.append(name)
+
+        first = asyncio.create_task(note("grammar", COLOURS))
+        await until(lambda: scheduler.statistics().waiting_grammar)
+        second = asyncio.create_task(note("free", {}))
+        await until(lambda: scheduler.statistics().waiting == 1)
+        gate.open()
+        await until(lambda: scheduler.statistics().waiting == 2)
+        runs.cancel()
+        await asyncio.gather(first, second)
+        assert ended == ["grammar", "free"]
+        await server.wait_idle()
+
+
+BAD = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}}  # fmt: skip
+BODIES = {
+    "/v1/completions": {"prompt": "x", "guided_json": BAD},
+    "/v1/chat/completions": {
+        "messages": MESSAGES,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}},
+    },
+    "/generate": {"text": "x", "sampling_params": {"json_schema": json.dumps(BAD)}},
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_schema_that_does_not_compile_is_a_400_before_the_first_byte(path, streamed):
+    async with fake_server() as server:
+        good = asyncio.create_task(post(server, {"max_tokens": 40}))
+        status, body = await server.post(path, {**BODIES[path], "stream": streamed})
+        assert status == 400
+        assert body["error"]["type"] == "invalid_request_error"
+        assert body["error"]["param"].endswith(("guided_json", "schema"))
+        assert "unsatisfiable" in body["error"]["message"].lower()
+        assert (await good)[0] == 200
+        await server.wait_idle()
+
+
+@BOTH_LOOPS
+async def test_all_who_wait_for_a_bad_schema_get_the_same_400(gate, disable_overlap):
+    async def ask(server, i):
+        return await post(server, {"guided_json": BAD})
+
+    async with waiting_server(3, gate, ask, disable_overlap=disable_overlap) as (server, tasks):
+        gate.open()
+        answers = await asyncio.gather(*tasks)
+        assert [status for status, _ in answers] == [400] * 3
+        assert len({json.dumps(body) for _, body in answers}) == 1
+        assert len(gate.begun) == 1
+        await server.wait_idle()
+
+
+async def test_what_is_wrong_on_its_face_is_refused_without_compiling(gate):
+    async with fake_server() as server:
+        for body in ({"guided_json": 7}, {"guided_regex": "x" * 200_000}, {"guided_choice": []}):
+            status, answer = await post(server, body)
+            assert status == 400, answer
+        assert gate.begun == []
+        assert not server.service.engine.scheduler.has_unfinished
+
+
+async def test_a_client_that_leaves_takes_its_compilation_along(gate):
+    async def ask(server, i):
+        return await post(server, {"guided_choice": [f"choice {i}"]})
+
+    async with waiting_server(6, gate, ask) as (server, tasks):
+        compiler = server.service.model_format._compiler
+        await until(lambda: len(gate.begun) == 2)  # as many as there are threads
+        for task in tasks[1:]:
+            task.cancel()
+        await until(lambda: server.service.engine.live == 1)
+        await until(lambda: len(compiler._going_on) == 2)  # the others had not begun
+        gate.open()
+        status, body = await tasks[0]
+        assert (status, body["choices"][0]["text"]) == (200, "choice 0")
+        await server.wait_idle()
+        assert len(gate.begun) == 2
+        assert not compiler._going_on
+
+
+async def test_a_time_limit_rules_the_wait(gate):
+    async with fake_server() as server:
+        status, body = await post(server, {**COLOURS, "timeout": 0.05})
+        assert (status, body["error"]["code"]) == (504, "timeout")
+        gate.open()
+        await server.wait_idle()
+
+
+async def test_the_queue_s_cap_counts_who_waits_for_a_grammar(gate):
+    async def ask(server, i):
+        return await post(server, COLOURS)
+
+    async with waiting_server(2, gate, ask, scheduler={"max_queued_requests": 2}) as (
+        server,
+        tasks,
+    ):
+        assert (await post(server, {}))[0] == 503
+        gate.open()
+        assert [status for status, _ in await asyncio.gather(*tasks)] == [200, 200]
+        await server.wait_idle()
+
+
+async def test_the_server_stops_while_a_grammar_is_compiled(gate):
+    async def ask(server, i):
+        return await post(server, COLOURS)
+
+    async with waiting_server(1, gate, ask) as (server, tasks):
+        await server.service.engine.stop()
+        status, body = await tasks[0]
+        assert (status, body["error"]["code"]) == (503, "engine_dead")
+        with pytest.raises(EngineDead):
+            server.service.engine.submit([], OutputRules())
+        gate.open()
+
+
+async def test_a_compiler_that_breaks_is_a_500_of_that_request(monkeypatch):
+    def broken(tokenizer, source, words):
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(compiler_module, "_compile", broken)
+    async with fake_server() as server:
+        status, body = await post(server, COLOURS)
+        assert (status, body["error"]["type"]) == (500, "server_error")
+        assert "secret" not in json.dumps(body)
+        assert (await post(server, {}))[0] == 200
+        await server.wait_idle()
