@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ops.cpu.load import CpuOptions
-    from ops.op_set import OpSet
+    from ops.decoder import Backend
 
 
-def load_cpu(options: CpuOptions, progress: Callable[[str], None]) -> tuple[OpSet, str]:
+def load_cpu(options: CpuOptions, progress: Callable[[str], None]) -> tuple[Backend, str]:
     """The CPU's op set as the options ask for, and in words what it runs on and why.
 
     Args:
@@ -24,7 +24,7 @@ def load_cpu(options: CpuOptions, progress: Callable[[str], None]) -> tuple[OpSe
     return load_cpu_ops(options, progress)
 
 
-def load(backend: str) -> OpSet:
+def load(backend: str) -> Backend:
     """The op set of a backend: "reference", "cpu" (plain torch; see `load_cpu`) or "gpu".
 
     Raises:

@@ -17,12 +17,10 @@ Conventions, for every operation:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 
@@ -123,108 +121,6 @@ class SamplingTensors:
     mask_bits: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """The shape of a decoder-only transformer of the Llama kind, as data.
-
-    One layer is: norm, qkv (+ bias), optional per-head q/k norm, rotary, attention, o, residual,
-    norm, gate/up, activation and product, down, residual. A family is this record plus a mapping
-    of weight names; a backend may run the whole stack from it in one call (`OpSet.compile`).
-
-    Args:
-        windows: sliding window per layer, 0 for full attention.
-        rope_layers: per layer, whether rotary is applied.
-        rotary_dim: leading dimensions of a head that are rotated.
-        activation: "silu", "gelu_tanh" or "gelu".
-        embed_scale: factor on the embeddings; logit_scale: factor on the logits;
-        residual_scale: factor on each branch before it is added to the residual.
-        attention_soft_cap, logit_soft_cap: 0 means off.
-        post_norms: a norm after attention and after the MLP as well (Gemma 2 and 3).
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_eps: float
-    scale: float
-    rotary_dim: int
-    rope_interleaved: bool = False
-    windows: tuple[int, ...] = ()
-    rope_layers: tuple[bool, ...] = ()
-    activation: str = "silu"
-    qk_norm: bool = False
-    post_norms: bool = False
-    embed_scale: float = 1.0
-    logit_scale: float = 1.0
-    residual_scale: float = 1.0
-    attention_soft_cap: float = 0.0
-    logit_soft_cap: float = 0.0
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """One decoder layer. `qkv`, `o`, `gate_up`, `down` are what `OpSet.pack_linear` returned.
-
-    qkv gives [q heads | k heads | v heads]; gate_up gives [gate | up].
-    rope: [max_positions, rotary_dim] float32, cos in the first half and sin in the second half of
-    a row; layers of the same rope share one tensor; None where rotary is not applied.
-    """
-
-    input_norm: Tensor
-    qkv: Any
-    o: Any
-    post_attention_norm: Tensor
-    gate_up: Any
-    down: Any
-    rope: Tensor | None
-    attention: AttentionSpec
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    attention_out_norm: Tensor | None = None
-    mlp_out_norm: Tensor | None = None
-
-
-@dataclass(slots=True)
-class DecoderWeights:
-    """All weights of a model. `lm_head` is a packed linear too (tied models pack the embedding)."""
-
-    embedding: Tensor
-    layers: list[LayerWeights] = field(default_factory=list)
-    final_norm: Tensor | None = None
-    lm_head: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderStep:
-    """What a decoder computes in one step, and the memory that it works on.
-
-    Args:
-        input_ids, positions: [T] int64. slots: [T] int64, where each token's K and V are stored.
-        attention: the step's rows.
-        logit_tokens: [N] int64, indices into the T tokens: whose logits are wanted.
-        caches: what each layer keeps of earlier tokens: its pools of K and V, [S, HK, D].
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    attention: AttentionBatch
-    logit_tokens: Tensor
-    caches: Sequence[tuple[Tensor, ...]]
-
-
-class CompiledDecoder(Protocol):
-    """A whole decoder stack as one call; what `OpSet.compile` returns where a backend has it."""
-
-    def __call__(self, step: DecoderStep) -> Tensor:
-        """Logits [N, V] float32 of `step.logit_tokens`, after storing K and V of all tokens."""
-        ...
-
-
 class OpSet(Protocol):
     """The operations of one backend. See the module docstring for the conventions."""
 
@@ -246,8 +142,9 @@ class OpSet(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x [..., D] strided,
-        weight [D]. The normalised value is rounded to x's type before the product with weight, as
-        the published Llama code does."""
+        weight [D] in x's type or float32. The normalised value is rounded to the weight's type
+        before the product, as the published code does: Llama's weights have x's type, Gemma's are
+        float32."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -298,8 +195,4 @@ class OpSet(Protocol):
         The order of operations is fixed in `ops.reference.sample`. A row that holds a NaN or in
         which no token is left gives -1. Counts the choice in s.penalties.output_counts.
         """
-        ...
-
-    def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
-        """The whole stack as one call, or None where this backend runs op by op."""
         ...

@@ -14,14 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ops.op_set import (
-        AttentionBatch,
-        AttentionSpec,
-        CompiledDecoder,
-        DecoderSpec,
-        DecoderWeights,
-        SamplingTensors,
-    )
+    from ops.decoder import CompiledDecoder, DecoderModel
+    from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
 
 NEG_INF = float("-inf")
 
@@ -29,7 +23,7 @@ NEG_INF = float("-inf")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -237,5 +231,5 @@ class ReferenceOps:
         wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         return wide.to(x.dtype)
 
-    def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
+    def compile(self, model: DecoderModel) -> CompiledDecoder | None:
         return None

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ops.op_set import AttentionSpec, DecoderSpec, DecoderWeights, LayerWeights
+from ops.decoder import DecoderModel
+from ops.reference import ReferenceOps
 from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import Device
 from runtime.execution.kv_pool import bytes_per_token
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.models.decoder import Decoder
-from runtime.models.rope import RopeSpec
+from runtime.models.registry import read_family
+from runtime.models.sources import loaded
 from tests.ops.gpu.eager_recorder import EagerRecorder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    from ops.op_set import OpSet
+    from runtime.models.family import Family
+    from runtime.models.sources import Source
 
 PAGE_SIZE = 16
 
@@ -27,39 +35,53 @@ class Model:
     """A published shape, and the longest context that it is measured with."""
 
     name: str
-    spec: DecoderSpec
-    theta: float
+    family: Family
     context_length: int
 
 
-def _spec(
-    vocab: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    head_dim: int,
-    intermediate: int,
-    qk_norm: bool,
-) -> DecoderSpec:
-    return DecoderSpec(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads // 4 if not qk_norm else heads // 2,
-        head_dim=head_dim,
-        intermediate_size=intermediate,
-        rms_eps=1e-6 if qk_norm else 1e-5,
-        scale=head_dim**-0.5,
-        rotary_dim=head_dim,
-        windows=(0,) * layers,
-        qk_norm=qk_norm,
-    )
+def _model(name: str, context_length: int, **config: Any) -> Model:
+    config["max_position_embeddings"] = context_length
+    return Model(name, read_family(config), context_length)
 
 
-QWEN = Model("qwen3-0.6b", _spec(151_936, 1024, 28, 16, 128, 3072, True), 1e6, 40_960)
-LLAMA = Model("llama-3.1-8b", _spec(128_256, 4096, 32, 32, 128, 14_336, False), 5e5, 32_768)
-TINY = Model("tiny", _spec(211, 32, 2, 4, 16, 48, True), 1e4, 128)
+QWEN = _model(
+    "qwen3-0.6b",
+    40_960,
+    model_type="qwen3",
+    vocab_size=151_936,
+    hidden_size=1024,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=3072,
+    rope_theta=1e6,
+)
+LLAMA = _model(
+    "llama-3.1-8b",
+    32_768,
+    model_type="llama",
+    vocab_size=128_256,
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14_336,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+)
+TINY = _model(
+    "tiny",
+    128,
+    model_type="qwen3",
+    vocab_size=211,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+)
 
 
 def open_target(name: str) -> Device:
@@ -80,63 +102,66 @@ def open_target(name: str) -> Device:
     )
 
 
-def random_weights(model: Model, device: Device) -> DecoderWeights:
-    """Weights whose activations have a variance near 1, and logits a deviation near 3."""
-    spec = model.spec
-    generator = torch.Generator(device.torch_device).manual_seed(0)
+class RandomReader:
+    """Random tensors in place of a checkpoint's, of which a model's activations have a variance
+    near 1 and its logits a deviation near 3."""
 
-    def matrix(rows: int, columns: int, deviation: float = 1.0) -> Tensor:
-        weight = torch.empty(rows, columns, dtype=device.dtype, device=device.torch_device)
-        return weight.normal_(0.0, deviation * columns**-0.5, generator=generator)
+    quantization = None
 
-    def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=device.dtype, device=device.torch_device)
+    def __init__(self, ops: OpSet, where: torch.device, dtype: torch.dtype, context: int) -> None:
+        self.ops = ops
+        self.context_length = context
+        self.elements = 0  # of all matrices
+        self._where = {"device": where, "dtype": dtype}
+        self._generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)
+        self._shared: dict[int, Tensor] = {}
 
-    pack = device.ops.pack_linear
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    context = model.context_length
-    rope = RopeSpec("default", model.theta, spec.rotary_dim, context, context).table(context)
-    rope = rope.to(device.torch_device)
-    return DecoderWeights(
-        embedding=matrix(spec.vocab_size, spec.hidden_size, spec.hidden_size**0.5),
-        layers=[
-            LayerWeights(
-                input_norm=ones(spec.hidden_size),
-                qkv=pack(matrix(q_size + 2 * kv_size, spec.hidden_size)),
-                o=pack(matrix(spec.hidden_size, q_size)),
-                post_attention_norm=ones(spec.hidden_size),
-                gate_up=pack(matrix(2 * spec.intermediate_size, spec.hidden_size)),
-                down=pack(matrix(spec.hidden_size, spec.intermediate_size)),
-                rope=rope,
-                attention=AttentionSpec(spec.scale),
-                q_norm=ones(spec.head_dim) if spec.qk_norm else None,
-                k_norm=ones(spec.head_dim) if spec.qk_norm else None,
-            )
-            for _ in range(spec.num_layers)
-        ],
-        final_norm=ones(spec.hidden_size),
-        lm_head=pack(matrix(spec.vocab_size, spec.hidden_size, 3.0)),
-    )
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, **self._where)
+        deviation = {"embed_tokens.weight": 1.0, "lm_head.weight": 3.0 * shape[1] ** -0.5}
+        weight = torch.empty(shape, **self._where)
+        self.elements += weight.numel()
+        if self._generator is None:
+            return weight
+        spread = deviation.get(name, shape[1] ** -0.5)
+        return weight.normal_(0.0, spread, generator=self._generator)
+
+    def shared(self, source: Source, make: Callable[[], Tensor]) -> Tensor:
+        if id(source) not in self._shared:
+            self._shared[id(source)] = make().to(self._where["device"])
+        return self._shared[id(source)]
 
 
-def step_weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
+def random_model(model: Model, device: Device) -> DecoderModel:
+    """The model with random weights on the device."""
+    reader = RandomReader(device.ops, device.torch_device, device.dtype, model.context_length)
+    described = model.family.model
+    embedding = described.embedding.read(reader, ".weight", described.hidden_size)
+    made = loaded(replace(described, embedding=embedding), reader)
+    assert isinstance(made, DecoderModel)
+    return made
+
+
+def step_weight_bytes(model: Model, dtype: torch.dtype) -> int:
     """Bytes of weights that a decode step reads: all but the embedding's other rows."""
-    return linear_parameters(spec) * dtype.itemsize
+    return linear_parameters(model) * dtype.itemsize
 
 
-def linear_parameters(spec: DecoderSpec) -> int:
+def linear_parameters(model: Model) -> int:
     """Elements of all linear layers, the head included: a token's multiply-adds."""
-    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
-    layer = spec.hidden_size * (heads * spec.head_dim + 3 * spec.intermediate_size)
-    return spec.num_layers * layer + spec.vocab_size * spec.hidden_size
+    reader = RandomReader(ReferenceOps(), torch.device("meta"), torch.float32, 1)
+    loaded(replace(model.family.model, embedding=None), reader)
+    return reader.elements
 
 
 def fits(device: Device, model: Model) -> bool:
     """Whether the weights leave at least a fifth of the memory budget for KV."""
     if device.memory_budget_bytes is None:
         return True
-    embedding = model.spec.vocab_size * model.spec.hidden_size * device.dtype.itemsize
-    weights = step_weight_bytes(model.spec, device.dtype) + embedding
+    described = model.family.model
+    embedding = described.vocab_size * described.hidden_size * device.dtype.itemsize
+    weights = step_weight_bytes(model, device.dtype) + embedding
     return device.used_bytes() + weights < 0.8 * device.memory_budget_bytes
 
 
@@ -144,13 +169,13 @@ def pool_tokens(device: Device, model: Model, wanted: int) -> int:
     """Whole pages of KV: what is wanted, or what fits."""
     if device.memory_budget_bytes is not None:
         left = device.memory_budget_bytes - device.used_bytes()
-        wanted = min(wanted, left // bytes_per_token(model.spec, device.dtype))
+        wanted = min(wanted, left // bytes_per_token(model.family.model, device.dtype))
     return wanted // PAGE_SIZE * PAGE_SIZE
 
 
 def open_runner(device: Device, model: Model, *, rows: int, tokens: int) -> ModelRunner:
     """A runner whose decode steps of up to `rows` rows are captured."""
-    decoder = Decoder(model.spec, random_weights(model, device), device.ops)
+    decoder = Decoder(random_model(model, device), device.ops)
     sizes = RunnerSizes(
         page_size=PAGE_SIZE,
         total_tokens=pool_tokens(device, model, tokens),

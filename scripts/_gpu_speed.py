@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from runtime.execution.device import Device
     from runtime.execution.model_runner import ModelRunner
+    from scripts._gpu_models import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,14 @@ def measure_limits(device: Device, *, tiny: bool) -> Limits:
 
 @torch.inference_mode()
 def decode_steps(
-    runner: ModelRunner, limits: Limits, batches: list[int], kv_len: int
+    runner: ModelRunner, model: Model, limits: Limits, batches: list[int], kv_len: int
 ) -> list[dict[str, float]]:
     """Device time of replayed decode steps against the batch, beside its two floors.
 
     The byte floor is weights and KV at the copy bandwidth, the FLOP floor the linear layers at the
     matmul rate. Batches whose KV does not fit the pool are left out.
     """
-    spec, dtype = runner.decoder.spec, runner.device.dtype
+    dtype = runner.device.dtype
     results = []
     page_size = runner.sizes.page_size
     room = runner.info.max_total_tokens // page_size - 1
@@ -81,9 +82,9 @@ def decode_steps(
         assert runner.graphs is not None
         replay = partial(runner.graphs.replay, rows, lengths)
         measured = seconds_of(runner.device, replay, repeats=20)
-        kv_bytes = batch * kv_len * bytes_per_token(spec, dtype)
-        byte_floor = (step_weight_bytes(spec, dtype) + kv_bytes) / limits.copy_bytes_per_s
-        flop_floor = 2 * batch * linear_parameters(spec) / limits.matmul_flops
+        kv_bytes = batch * kv_len * bytes_per_token(runner.decoder.model, dtype)
+        byte_floor = (step_weight_bytes(model, dtype) + kv_bytes) / limits.copy_bytes_per_s
+        flop_floor = 2 * batch * linear_parameters(model) / limits.matmul_flops
         results.append(
             {
                 "batch": batch,

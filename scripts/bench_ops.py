@@ -36,16 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from _floors import Machine, measure_machine
 
+from ops.blocks.attention import Attention
+from ops.blocks.block import Block, DecoderStep, Norm
+from ops.blocks.dense_mlp import DenseMlp
 from ops.cpu.load import CpuOptions, load_cpu_ops
-from ops.op_set import (
-    AttentionBatch,
-    AttentionSpec,
-    DecoderSpec,
-    DecoderStep,
-    DecoderWeights,
-    LayerWeights,
-    SamplingTensors,
-)
+from ops.decoder import DecoderModel
+from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
+from runtime.execution.kv_pool import TokenToKVPool
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER = 49152, 576, 30, 9, 3, 64, 1536
 PAGE = 16
@@ -208,37 +205,43 @@ def sample(b: Bench) -> Iterator[Result]:
             yield b.time(f"sample {name} rows {rows}", run, 3 * logits.nbytes, 0.0)
 
 
-def build_decoder(b: Bench, quantization: str | None) -> Any:
+def build_model(b: Bench, quantization: str | None) -> DecoderModel:
     angles = torch.arange(4096)[:, None] * 1e5 ** (-torch.arange(DIM // 2) / (DIM // 2))
     rope = torch.cat((angles.cos(), angles.sin()), dim=1).float()
     ones = torch.ones(HIDDEN)
     embedding = b.randn(VOCAB, HIDDEN)
     head = b.ops.pack_linear(embedding, quantization="int8" if quantization else None)
-    weights = DecoderWeights(embedding, final_norm=ones, lm_head=head)
-    for _ in range(LAYERS):
+    eps = 1e-5
+
+    def layer() -> tuple[Block, ...]:
         qkv, o, gate_up, down = (
             b.ops.pack_linear(b.randn(n, k) * k**-0.5, quantization=quantization)
             for n, k in LINEARS
         )
-        weights.layers.append(LayerWeights(ones, qkv, o, ones, gate_up, down, rope, SPEC))
-    shape = (VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER)
-    spec = DecoderSpec(
-        *(*shape, 1e-5, SPEC.scale, DIM), windows=(0,) * LAYERS, rope_layers=(True,) * LAYERS
+        heads = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
+        attention = Attention(**heads, qkv=qkv, o=o, spec=SPEC, rope=rope)
+        mlp = DenseMlp(intermediate_size=INNER, gate_up=gate_up, down=down, activation="silu")
+        return tuple(Block(mixer=mixer, norm=Norm(ones, eps)) for mixer in (attention, mlp))
+
+    return DecoderModel(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        embedding=embedding,
+        layers=tuple(layer() for _ in range(LAYERS)),
+        final_norm=Norm(ones, eps),
+        lm_head=head,
     )
-    return b.ops.compile(spec, weights)
 
 
 def step(b: Bench) -> Iterator[Result]:
     cases = {"1 x 200": [(200, 1)], "16 x 200": [(200, 1)] * 16}
     cases |= {"chunk 128": [(128, 128)], "chunk 120 + 8 x 200": [(120, 120), *[(200, 1)] * 8]}
-    caches = [
-        tuple(torch.zeros(32768, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
-        for _ in range(LAYERS)
-    ]
     for quantization in (None, "int8", "int4"):
-        decoder = build_decoder(b, quantization)
+        model = build_model(b, quantization)
+        decoder = b.ops.compile(model)
         if decoder is None:
             return  # plain torch runs op by op
+        pool = TokenToKVPool(model, 32768, device=torch.device("cpu"), dtype=torch.bfloat16)
         for name, rows in cases.items():
             batch, positions, slots = paged_batch(rows)
             ids = torch.randint(0, VOCAB, (len(slots),), generator=b.rand)
@@ -248,7 +251,7 @@ def step(b: Bench) -> Iterator[Result]:
             flops = cost * 2 * ((WEIGHTS - VOCAB * HIDDEN) * len(ids) + VOCAB * HIDDEN * len(rows))
             yield b.time(
                 f"step {quantization or 'bfloat16'} {name}",
-                partial(decoder, DecoderStep(ids, positions, slots, batch, last, caches)),
+                partial(decoder, DecoderStep(ids, positions, slots, batch, last, pool.caches)),
                 weight_bytes * WEIGHTS + LAYERS * of_keys,
                 flops + LAYERS * of_pairs,
             )

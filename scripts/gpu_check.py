@@ -130,7 +130,7 @@ def measure_model(report: Report, device: Any, model: Any, limits: Any, tiny: bo
     report.note(f"{model.name}: speed")
     batches = [1, 4] if tiny else SPEED_BATCHES
     result = {
-        "decode": speed.decode_steps(runner, limits, batches, 20 if tiny else 1024),
+        "decode": speed.decode_steps(runner, model, limits, batches, 20 if tiny else 1024),
         "idle": speed.idle_between_steps(runner, rows=2 if tiny else 64, new=4 if tiny else 128),
         "offline": speed.offline_throughput(
             runner,

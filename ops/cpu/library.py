@@ -43,11 +43,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "loom_linear": (None, (c_void_p, _L, c_void_p, c_int, c_int64, c_int64, c_void_p)),
     "loom_rms_norm": (
         None,
-        (c_void_p, c_void_p, c_void_p, c_int, *[c_int64] * 3, c_float, c_void_p),
+        (*[c_void_p] * 3, c_int, c_int, *[c_int64] * 3, c_float, c_void_p),
     ),
     "loom_add_rms_norm": (
         None,
-        (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_float, c_void_p),
+        (*[c_void_p] * 4, c_int, c_int, c_int64, c_int64, c_float, c_void_p),
     ),
     "loom_act_and_mul": (None, (c_void_p, c_void_p, c_int, c_int64, c_int64, c_int, c_void_p)),
     "loom_rotary": (

@@ -19,14 +19,8 @@ from ops.cpu.native_sampling import sampling_struct
 from ops.cpu.op_set import CpuOps
 
 if TYPE_CHECKING:
-    from ops.op_set import (
-        AttentionBatch,
-        AttentionSpec,
-        CompiledDecoder,
-        DecoderSpec,
-        DecoderWeights,
-        SamplingTensors,
-    )
+    from ops.decoder import CompiledDecoder, DecoderModel
+    from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
 
 
 class PanelMemory:
@@ -107,14 +101,14 @@ class NativeOps(CpuOps):
             return super().rms_norm(x, weight, eps)
         dim = x.shape[-1]
         check("x", x, (None,) * x.dim(), *FLOATS, strided=True)
-        check("weight", weight, (dim,), x.dtype)
+        check("weight", weight, (dim,), x.dtype, torch.float32)
         # Rows of one stride as they are; anything else (a slice of heads) is laid out first.
         rows = x if x.dim() == 2 else x.reshape(-1, dim)
         out = torch.empty(x.shape, dtype=x.dtype)
         self.library.call(
             "loom_rms_norm",
-            *(rows.data_ptr(), weight.data_ptr(), TYPES[x.dtype], rows.shape[0], rows.stride(0)),
-            *(dim, eps, out.data_ptr()),
+            *(rows.data_ptr(), weight.data_ptr(), TYPES[x.dtype], TYPES[weight.dtype]),
+            *(rows.shape[0], rows.stride(0), dim, eps, out.data_ptr()),
         )
         return out
 
@@ -124,12 +118,12 @@ class NativeOps(CpuOps):
         rows, dim = residual.shape
         check("residual", residual, (None, None), *FLOATS)
         check("x", x, (rows, dim), residual.dtype)
-        check("weight", weight, (dim,), residual.dtype)
+        check("weight", weight, (dim,), residual.dtype, torch.float32)
         out = torch.empty_like(residual)
         self.library.call(
             "loom_add_rms_norm",
-            *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), TYPES[x.dtype], rows, dim),
-            *(eps, out.data_ptr()),
+            *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), TYPES[x.dtype]),
+            *(TYPES[weight.dtype], rows, dim, eps, out.data_ptr()),
         )
         return out
 
@@ -223,5 +217,5 @@ class NativeOps(CpuOps):
         self.library.call("loom_sample", struct)
         return out
 
-    def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
-        return NativeDecoder(self.library, spec, weights) if fits(spec, weights) else None
+    def compile(self, model: DecoderModel) -> CompiledDecoder | None:
+        return NativeDecoder(self.library, model) if fits(model) else None

@@ -20,14 +20,8 @@ from ops import reference
 from ops.cpu import attention
 
 if TYPE_CHECKING:
-    from ops.op_set import (
-        AttentionBatch,
-        AttentionSpec,
-        CompiledDecoder,
-        DecoderSpec,
-        DecoderWeights,
-        SamplingTensors,
-    )
+    from ops.decoder import CompiledDecoder, DecoderModel
+    from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,8 @@ class CpuOps:
         return F.linear(x, packed.weight, packed.bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
+        normed = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps)
+        return (normed * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual.add_(x)
@@ -116,5 +111,5 @@ class CpuOps:
     def sample(self, logits: Tensor, s: SamplingTensors) -> Tensor:
         return reference.sample(logits, s)
 
-    def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
+    def compile(self, model: DecoderModel) -> CompiledDecoder | None:
         return None

@@ -45,21 +45,45 @@ class Pools(ctypes.Structure):
     _fields_ = (("k", c_void_p), ("v", c_void_p))
 
 
-class Layer(ctypes.Structure):
+class Norm(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("reserved", c_int32))
+
+
+class AttentionBlock(ctypes.Structure):
     _fields_ = (
         ("qkv", Linear),
         ("o", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
-        ("input_norm", c_void_p),
-        ("post_attention_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("attention_out_norm", c_void_p),
-        ("mlp_out_norm", c_void_p),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("q_norm", Norm),
+        ("k_norm", Norm),
         ("rope", c_void_p),
         ("rope_positions", c_int64),
+        ("rotary_dim", c_int64),
+        ("rope_interleaved", c_int32),
+        ("reserved", c_int32),
         ("attention", Attention),
+    )
+
+
+class MlpBlock(ctypes.Structure):
+    _fields_ = (
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("activation", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class Block(ctypes.Structure):
+    _fields_ = (
+        ("norm", Norm),
+        ("out_norm", Norm),
+        ("attention", ctypes.POINTER(AttentionBlock)),
+        ("mlp", ctypes.POINTER(MlpBlock)),
+        ("residual_scale", c_float),
+        ("reserved", c_int32),
     )
 
 
@@ -67,26 +91,15 @@ class Decoder(ctypes.Structure):
     _fields_ = (
         ("vocab", c_int64),
         ("hidden", c_int64),
-        ("layers", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("intermediate", c_int64),
-        ("rotary_dim", c_int64),
+        ("blocks", c_int64),
         ("embedding_type", c_int32),
-        ("activation", c_int32),
-        ("rope_interleaved", c_int32),
-        ("pool_type", c_int32),
-        ("eps", c_float),
         ("embed_scale", c_float),
         ("logit_scale", c_float),
-        ("residual_scale", c_float),
         ("logit_soft_cap", c_float),
-        ("reserved", c_int32),
         ("embedding", c_void_p),
         ("embedding_rows", c_int64),
-        ("layer", ctypes.POINTER(Layer)),
-        ("final_norm", c_void_p),
+        ("block", ctypes.POINTER(Block)),
+        ("final_norm", Norm),
         ("lm_head", Linear),
     )
 
@@ -101,6 +114,7 @@ class Step(ctypes.Structure):
         ("logits", c_int64),
         ("pools", ctypes.POINTER(Pools)),
         ("pool_slots", c_int64),
+        ("pool_type", c_int64),
         ("out", c_void_p),
     )
 
@@ -140,4 +154,7 @@ class Sampling(ctypes.Structure):
 
 
 # As `loom_struct_bytes` counts them.
-IN_ORDER = (Linear, Batch, Attention, Pools, Layer, Decoder, Step, Sampling)
+IN_ORDER = (
+    *(Linear, Batch, Attention, Pools, Norm, AttentionBlock, MlpBlock, Block),
+    *(Decoder, Step, Sampling),
+)

@@ -16,7 +16,7 @@ from ops.gpu.sampling import sample
 from ops.gpu.store_kv import store_kv
 
 if TYPE_CHECKING:
-    from ops.op_set import CompiledDecoder, DecoderSpec, DecoderWeights
+    from ops.decoder import CompiledDecoder, DecoderModel
 
 
 class GpuOps:
@@ -46,6 +46,6 @@ class GpuOps:
         weight, bias = packed
         return F.linear(x, weight, bias)
 
-    def compile(self, spec: DecoderSpec, weights: DecoderWeights) -> CompiledDecoder | None:
+    def compile(self, model: DecoderModel) -> CompiledDecoder | None:
         """None: a step runs op by op, and a decode step is replayed as a CUDA graph."""
         return None

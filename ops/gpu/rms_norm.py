@@ -18,9 +18,9 @@ def _rms_norm_kernel(
     x_stride_outer, x_stride_inner, residual_stride, dim,
     HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out = (x / sqrt(mean(x^2) + eps)) * weight for ROWS rows, the quotient rounded to x's type;
-    with a residual, x is first added to it in place. Row r of x stands at (r // inner, r % inner).
-    Grid (cdiv(num_rows, ROWS),)."""
+    """out = (x / sqrt(mean(x^2) + eps)) * weight for ROWS rows, the quotient rounded to the
+    weight's type; with a residual, x is first added to it in place. Row r of x stands at
+    (r // inner, r % inner). Grid (cdiv(num_rows, ROWS),)."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     live = (row < num_rows) & (column < dim)
@@ -33,8 +33,8 @@ def _rms_norm_kernel(
         tl.store(residual_at, stored, mask=live)
         wide = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / dim + eps)
-    # float32 holds the product of two rounded values exactly, so it too is rounded once.
-    normed = (wide * scale[:, None]).to(x.dtype.element_ty).to(tl.float32)
+    # float32 holds the product of two bfloat16 values exactly, so it is rounded once.
+    normed = (wide * scale[:, None]).to(weight.dtype.element_ty).to(tl.float32)
     weights = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)
     tl.store(out + row * dim + column, (normed * weights).to(out.dtype.element_ty), mask=live)
 
@@ -74,7 +74,7 @@ _add_rms_norm_op = register(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm over the last dimension of x [..., D] (2 or 3 dimensions strided), weight [D].
 
-    Numerics: fp32 sum; the quotient is rounded to x's type before the product with weight.
+    Numerics: fp32 sum; the quotient is rounded to weight's type before the product with it.
     Reference: ops.reference.rms_norm.
     """
     out: Tensor = _rms_norm_op(x, weight, eps)

@@ -25,7 +25,7 @@ from runtime.models.registry import read_family
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ops.op_set import DecoderSpec
+    from ops.decoder import DecoderModel
     from runtime.checkpoints.checkpoint import Checkpoint
     from runtime.config import RunnerConfig
     from runtime.models.family import Family
@@ -87,21 +87,21 @@ def build_runner(
         quantization=config.quantization,
         progress=progress,
     )
-    spec, weights = loader.load(tokenizer_size or family.spec.vocab_size)
+    model = loader.load(tokenizer_size or family.model.vocab_size)
     try:
-        decoder = Decoder(spec, weights, device.ops)
+        decoder = Decoder(model, device.ops)
     except ValueError as error:  # a shape that the device's kernels do not have
         raise ModelError(f"{path} cannot run on {device.description}: {error}") from error
     info = ModelInfo(
         path=path,
         model_type=str(checkpoint.config["model_type"]),
         context_length=context_length,
-        eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, spec.vocab_size),
+        eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, model.vocab_size),
         generation_config=checkpoint.generation_config,
     )
     sizes = RunnerSizes(
         page_size=page_size,
-        total_tokens=_total_tokens(config, device, spec, page_size),
+        total_tokens=_total_tokens(config, device, model, page_size),
         rows=max_running_requests,
         context_length=context_length,
     )
@@ -164,13 +164,13 @@ def _eos_token_ids(
     return frozenset(i for i in found if 0 <= i < vocab_size)
 
 
-def _total_tokens(config: RunnerConfig, device: Device, spec: DecoderSpec, page_size: int) -> int:
+def _total_tokens(config: RunnerConfig, device: Device, model: DecoderModel, page_size: int) -> int:
     """Whole pages of KV. Raises: ConfigError: the device has no room for a useful pool."""
     total = config.max_total_tokens
     if total is None:
         total = CPU_TOTAL_TOKENS
         if device.memory_budget_bytes is not None:
-            total = _tokens_that_fit(config, device, spec)
+            total = _tokens_that_fit(config, device, model)
     pages = total // page_size
     if pages < 3:
         raise ConfigError(
@@ -179,11 +179,11 @@ def _total_tokens(config: RunnerConfig, device: Device, spec: DecoderSpec, page_
     return pages * page_size
 
 
-def _tokens_that_fit(config: RunnerConfig, device: Device, spec: DecoderSpec) -> int:
+def _tokens_that_fit(config: RunnerConfig, device: Device, model: DecoderModel) -> int:
     assert device.memory_budget_bytes is not None
     used = device.used_bytes()
     left = max(0, device.memory_budget_bytes - used)
-    per_token = bytes_per_token(spec, device.dtype)
+    per_token = bytes_per_token(model, device.dtype)
     if left < per_token * _MIN_TOTAL_TOKENS:
         raise ConfigError(
             f"mem_fraction_static {config.mem_fraction_static}: of the GPU's memory that is"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from ops.op_set import OpSet
+    from ops.decoder import Backend
     from runtime.config import RunnerConfig
 
 DTYPES = {
@@ -90,7 +90,7 @@ class Device:
 
     torch_device: torch.device
     dtype: torch.dtype
-    ops: OpSet
+    ops: Backend
     queued: bool
     pinned: bool
     graphs: bool

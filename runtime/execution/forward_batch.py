@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ops.op_set import AttentionBatch, DecoderStep
+from ops.blocks.block import DecoderStep
+from ops.op_set import AttentionBatch
 
 if TYPE_CHECKING:
     from array import array

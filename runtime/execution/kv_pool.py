@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,31 +10,38 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ops.op_set import DecoderSpec
+    from ops.decoder import DecoderModel
 
 
 class TokenToKVPool:
-    """K and V of every slot, a pair of tensors [S, HK, D] in `caches` for each layer.
+    """What each block keeps of the tokens in every slot.
 
     The first page is reserved: padding reads and writes it, no request owns it.
+
+    Args:
+        caches: for each block of the model its tensors, [S, ...] each: K and V of an attention,
+            none of an MLP.
     """
 
     def __init__(
-        self, spec: DecoderSpec, slots: int, *, device: torch.device, dtype: torch.dtype
+        self, model: DecoderModel, slots: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        shape = (slots, spec.num_kv_heads, spec.head_dim)
         # Zeros, not empty: what padding reads is finite. On a CPU the pages of the memory are
         # taken when first written, so a large pool costs nothing until it is used.
         self.caches: list[tuple[Tensor, ...]] = [
-            tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-            for _ in range(spec.num_layers)
+            tuple(
+                torch.zeros((slots, *shape), device=device, dtype=dtype)
+                for shape in block.mixer.cache_shapes
+            )
+            for block in model.blocks
         ]
 
     def tensors(self) -> list[Tensor]:
-        """All memory of the pool, each tensor's first dimension being slots."""
+        """All memory of the pool."""
         return [tensor for cache in self.caches for tensor in cache]
 
 
-def bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """KV memory of one token over all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+def bytes_per_token(model: DecoderModel, dtype: torch.dtype) -> int:
+    """Memory of one token over all blocks."""
+    shapes = [shape for block in model.blocks for shape in block.mixer.cache_shapes]
+    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize

@@ -91,14 +91,14 @@ class ModelRunner:
         where = device.torch_device
         self.memory = StepMemory(
             BlockTable(sizes.rows, sizes.context_length, sizes.page_size, where),
-            TokenToKVPool(decoder.spec, sizes.total_tokens, device=where, dtype=device.dtype),
+            TokenToKVPool(decoder.model, sizes.total_tokens, device=where, dtype=device.dtype),
             torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where),
         )
-        self.sampler = Sampler(device, sizes.rows + 1, decoder.spec.vocab_size, eos_token_ids)
+        self.sampler = Sampler(device, sizes.rows + 1, decoder.model.vocab_size, eos_token_ids)
         self.staging = Staging(device)
         self.info = RunnerInfo(
             max_total_tokens=sizes.total_tokens,
-            vocab_size=decoder.spec.vocab_size,
+            vocab_size=decoder.model.vocab_size,
             details={
                 "device": device.description,
                 "dtype": str(device.dtype).removeprefix("torch."),

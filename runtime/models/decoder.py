@@ -1,4 +1,4 @@
-"""Runs a decoder-only transformer, described as data, through any op set."""
+"""Runs a decoder, described as data, on any backend."""
 
 from __future__ import annotations
 
@@ -10,92 +10,81 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ops.op_set import DecoderSpec, DecoderStep, DecoderWeights, LayerWeights, OpSet
+    from ops.blocks.block import Block, DecoderStep, Norm
+    from ops.decoder import Backend, DecoderModel
 
 
 class Decoder:
-    """A model ready to run: in one call where the op set compiles it, else op by op."""
+    """A model ready to run: in one call where the backend compiles it whole, else block by block.
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: OpSet) -> None:
-        self.spec = spec
-        self.weights = weights
+    Raises:
+        ValueError: see `Backend.compile`.
+    """
+
+    def __init__(self, model: DecoderModel, ops: Backend) -> None:
+        self.model = model
         self.ops = ops
-        self.compiled = ops.compile(spec, weights)
-        self._widths = (
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-        )
+        self.compiled = ops.compile(model)
+        self._blocks = model.blocks
 
     def __call__(self, step: DecoderStep) -> Tensor:
-        """Logits [N, V] float32 of `step.logit_tokens`, after storing K and V of all tokens."""
+        """Logits [N, V] float32 of `step.logit_tokens`, after storing what the blocks keep of all
+        tokens."""
         if self.compiled is not None:
             return self.compiled(step)
         return self.logits(self.hidden(step))
 
     def hidden(self, step: DecoderStep) -> Tensor:
-        """What `logits` takes, [N, H]: the normed output of the last layer. See `__call__`."""
-        spec, weights, ops = self.spec, self.weights, self.ops
-        residual = F.embedding(step.input_ids, weights.embedding)
-        if spec.embed_scale != 1.0:
-            residual = residual * spec.embed_scale
-        x = ops.rms_norm(residual, weights.layers[0].input_norm, spec.rms_eps)
-        for i, layer in enumerate(weights.layers):
-            x = self._attention(x, step, step.caches[i], layer)
-            x = self._branch(x, layer.attention_out_norm)
-            x = ops.add_rms_norm(x, residual, layer.post_attention_norm, spec.rms_eps)
-            x = self._branch(self._mlp(x, layer), layer.mlp_out_norm)
-            if i + 1 < spec.num_layers:
-                following = weights.layers[i + 1].input_norm
-                x = ops.add_rms_norm(x, residual, following, spec.rms_eps)
-        assert weights.final_norm is not None
+        """What `logits` takes, [N, H]: the normed output of the last block. See `__call__`."""
+        model = self.model
+        residual = F.embedding(step.input_ids, model.embedding)
+        if model.embed_scale != 1.0:
+            residual = residual * model.embed_scale
+        # A block's output is added where the next one is normed, which is one operation.
+        pending: Tensor | None = None
+        for block, cache in zip(self._blocks, step.caches, strict=True):
+            if block.parallel and pending is not None:
+                x = self._normed(residual, block.norm)
+                pending = pending + self._output(block, x, cache, step)
+            else:
+                x = self._added_and_normed(pending, residual, block.norm)
+                pending = self._output(block, x, cache, step)
         if not step.logit_tokens.shape[0]:  # a step of middle chunks only
-            return x[:0]
+            return residual[:0]
         residual = residual.index_select(0, step.logit_tokens)
-        x = x.index_select(0, step.logit_tokens)
-        return ops.add_rms_norm(x, residual, weights.final_norm, spec.rms_eps)
+        if pending is not None:
+            pending = pending.index_select(0, step.logit_tokens)
+        return self._added_and_normed(pending, residual, model.final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, V] float32 for hidden states [N, H]."""
-        spec = self.spec
+        model = self.model
         if not hidden.shape[0]:
-            return hidden.new_empty((0, spec.vocab_size), dtype=torch.float32)
-        logits = self.ops.linear(hidden, self.weights.lm_head).float()
-        if spec.logit_scale != 1.0:
-            logits = logits * spec.logit_scale
-        if spec.logit_soft_cap > 0:
-            logits = spec.logit_soft_cap * torch.tanh(logits / spec.logit_soft_cap)
+            return hidden.new_empty((0, model.vocab_size), dtype=torch.float32)
+        logits = self.ops.linear(hidden, model.lm_head).float()
+        if model.logit_scale != 1.0:
+            logits = logits * model.logit_scale
+        if model.logit_soft_cap > 0:
+            logits = model.logit_soft_cap * torch.tanh(logits / model.logit_soft_cap)
         return logits
 
-    def _attention(
-        self, x: Tensor, step: DecoderStep, cache: tuple[Tensor, ...], layer: LayerWeights
+    def _output(
+        self, block: Block, x: Tensor, cache: tuple[Tensor, ...], step: DecoderStep
     ) -> Tensor:
-        spec, ops = self.spec, self.ops
-        heads = (-1, spec.head_dim)
-        flat_q, flat_k, flat_v = ops.linear(x, layer.qkv).split(self._widths, dim=-1)
-        q, k = flat_q.unflatten(-1, heads), flat_k.unflatten(-1, heads)  # [T, H, D]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(q, layer.q_norm, spec.rms_eps)
-            k = ops.rms_norm(k, layer.k_norm, spec.rms_eps)
-        if layer.rope is not None:
-            ops.rotary(q, k, step.positions, layer.rope, interleaved=spec.rope_interleaved)
-        k_pool, v_pool = cache
-        ops.store_kv(k, flat_v.unflatten(-1, heads), k_pool, v_pool, step.slots)
-        attend = ops.decode_attention if step.attention.max_q_len == 1 else ops.extend_attention
-        out = attend(q, k_pool, v_pool, step.attention, layer.attention)
-        return ops.linear(out.flatten(1), layer.o)
+        """What a block adds to the residual stream."""
+        x = block.mixer.run(x, cache, step, self.ops)
+        x = self._normed(x, block.out_norm)
+        return x if block.residual_scale == 1.0 else x * block.residual_scale
 
-    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        ops = self.ops
-        x = ops.linear(x, layer.gate_up)
-        if self.spec.activation == "silu":
-            x = ops.silu_and_mul(x)
-        else:
-            x = ops.gelu_and_mul(x, tanh=self.spec.activation == "gelu_tanh")
-        return ops.linear(x, layer.down)
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else self.ops.rms_norm(x, norm.weight, norm.eps)
 
-    def _branch(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """A branch's output as it is added to the residual."""
-        if norm is not None:
-            x = self.ops.rms_norm(x, norm, self.spec.rms_eps)
-        return x if self.spec.residual_scale == 1.0 else x * self.spec.residual_scale
+    def _added_and_normed(
+        self, pending: Tensor | None, residual: Tensor, norm: Norm | None
+    ) -> Tensor:
+        """In place residual += pending; returns the normed sum."""
+        if pending is None:
+            return self._normed(residual, norm)
+        if norm is None:
+            return residual.add_(pending)
+        return self.ops.add_rms_norm(pending, residual, norm.weight, norm.eps)

@@ -1,7 +1,7 @@
-"""What a model family is to the code that loads and runs it: a decoder's shape and its names.
+"""What families share: how a `config.json` becomes blocks, and what a model is beside its decoder.
 
-A family file maps a `config.json` to a `Family`. Everything that families share is here, so that
-such a file says only what is special about its own.
+A family file maps a config to a `Family`. Everything that is usual is here, so that such a file
+says only what is special about its own.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ops.op_set import DecoderSpec
+from ops.blocks.attention import Attention
+from ops.blocks.block import Block, Norm
+from ops.blocks.dense_mlp import DenseMlp
+from ops.decoder import DecoderModel
+from ops.op_set import AttentionSpec
 from runtime.errors import ModelError
 from runtime.models import config_values as values
+from runtime.models.rope import RopeSpec
+from runtime.models.sources import Linear, Vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from runtime.models.rope import RopeSpec
+    from ops.blocks.block import Mixer
 
 _MOST_HEAD_DIM = 2**16
 ACTIVATIONS = {
@@ -27,46 +33,20 @@ ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LayerNames:
-    """Names of a layer's tensors below `model.layers.N.`; several are stacked in that order."""
-
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    o: str = "self_attn.o_proj"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    input_norm: str = "input_layernorm"
-    post_attention_norm: str = "post_attention_layernorm"
-    attention_out_norm: str | None = None
-    mlp_out_norm: str | None = None
-    q_norm: str | None = None
-    k_norm: str | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One model as read from its config.
 
     Args:
-        spec: `spec.vocab_size` is the number of rows of the embedding.
-        ropes: per layer; None where rotary is not applied.
+        model: has a `Source` for every weight, a `Linear` for embedding and output layer.
+            `model.vocab_size` is the rows of the embedding.
         tied: the output layer is the embedding.
-        norm_offset: added to the stored weights of the norms (Gemma stores weight - 1).
+        context_length: tokens of a sequence that the model is meant for.
     """
 
-    spec: DecoderSpec
-    ropes: tuple[RopeSpec | None, ...]
+    model: DecoderModel
     tied: bool
-    names: LayerNames = LayerNames()
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    norm_offset: float = 0.0
-
-    @property
-    def context_length(self) -> int:
-        """Tokens of a sequence that the model is meant for."""
-        return min(rope.context for rope in self.ropes if rope is not None)
+    context_length: int
 
 
 def head_dim(config: dict[str, Any], default: int | None = None) -> int:
@@ -79,7 +59,7 @@ def head_dim(config: dict[str, Any], default: int | None = None) -> int:
 
 
 def activation(config: dict[str, Any], key: str = "hidden_act") -> str:
-    """`DecoderSpec.activation`. Raises: ModelError: not one that the ops have."""
+    """`DenseMlp.activation`. Raises: ModelError: not one that the ops have."""
     name = values.text(config, key, "silu")
     if name not in ACTIVATIONS:
         raise ModelError(
@@ -89,6 +69,11 @@ def activation(config: dict[str, Any], key: str = "hidden_act") -> str:
     return ACTIVATIONS[name]
 
 
+def sliding_window(config: dict[str, Any]) -> int:
+    """Keys that a sliding layer attends to; 0: no layer slides."""
+    return values.integer(config, "sliding_window", 0, low=0)
+
+
 def windows_by_type(config: dict[str, Any], default: Callable[[int], bool]) -> tuple[int, ...]:
     """The sliding window of each layer, 0 for full attention.
 
@@ -96,7 +81,7 @@ def windows_by_type(config: dict[str, Any], default: Callable[[int], bool]) -> t
         default: whether layer i slides where the config has no `layer_types`.
     """
     layers = values.layers(config)
-    window = values.integer(config, "sliding_window", 0, low=0)
+    window = sliding_window(config)
     if not window:
         return (0,) * layers
     types = values.per_layer(config, "layer_types")
@@ -105,30 +90,127 @@ def windows_by_type(config: dict[str, Any], default: Callable[[int], bool]) -> t
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def decoder_spec(config: dict[str, Any], *, rotary_dim: int, **special: Any) -> DecoderSpec:
-    """The spec of a Llama-like config; `special` replaces fields."""
+def _longest(config: dict[str, Any]) -> int:
+    return values.integer(config, "max_position_embeddings", high=values.MOST_POSITIONS)
+
+
+def norm(
+    config: dict[str, Any], name: str, *, size: int | None = None, offset: float = 0.0
+) -> Norm:
+    """A norm of the hidden size, or of `size`. offset: see `Vector`."""
+    weight = Vector(name, size or values.integer(config, "hidden_size"), offset)
+    return Norm(weight, values.number(config, "rms_norm_eps", 1e-6))
+
+
+def attention(
+    config: dict[str, Any],
+    rope: RopeSpec | None,
+    *,
+    dim: int | None = None,
+    scale: float | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm_offset: float | None = None,
+    qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+) -> Attention:
+    """Attention as Llama has it, apart from the arguments.
+
+    Args:
+        dim: of a head; None: the config's. scale: None: dim ** -0.5.
+        qk_norm_offset: the offset of norms on each head of q and k; None: no such norms.
+    Raises:
+        ModelError: the config's numbers are missing or do not fit together.
+    """
     heads = values.integer(config, "num_attention_heads")
-    dim = special.get("head_dim") or head_dim(config)
-    layers = values.layers(config)
-    fields: dict[str, Any] = {
-        "vocab_size": values.integer(config, "vocab_size"),
-        "hidden_size": values.integer(config, "hidden_size"),
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": values.integer(config, "num_key_value_heads", heads),
-        "head_dim": dim,
-        "intermediate_size": values.integer(config, "intermediate_size"),
-        "rms_eps": values.number(config, "rms_norm_eps", 1e-6),
-        "scale": dim**-0.5,
-        "rotary_dim": rotary_dim,
-        "windows": (0,) * layers,
-        "rope_layers": (True,) * layers,
-        "activation": activation(config),
-    }
-    spec = DecoderSpec(**{**fields, **special})
-    if spec.num_heads % spec.num_kv_heads:
+    kv_heads = values.integer(config, "num_key_value_heads", heads)
+    hidden = values.integer(config, "hidden_size")
+    dim = dim or head_dim(config)
+    if heads % kv_heads:
         raise ModelError(
-            f"config.json: num_attention_heads {spec.num_heads} is no multiple of"
-            f" num_key_value_heads {spec.num_kv_heads}"
+            f"config.json: num_attention_heads {heads} is no multiple of"
+            f" num_key_value_heads {kv_heads}"
         )
-    return spec
+
+    def head_norm(name: str) -> Norm | None:
+        if qk_norm_offset is None:
+            return None
+        return norm(config, name, size=dim, offset=qk_norm_offset)
+
+    widths = (heads * dim, kv_heads * dim, kv_heads * dim)
+    return Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        qkv=Linear(qkv_names, widths, hidden, qkv_bias),
+        o=Linear(("self_attn.o_proj",), (hidden,), heads * dim, o_bias),
+        spec=AttentionSpec(dim**-0.5 if scale is None else scale, window, soft_cap),
+        rope=rope,
+        q_norm=head_norm("self_attn.q_norm"),
+        k_norm=head_norm("self_attn.k_norm"),
+    )
+
+
+def dense_mlp(
+    config: dict[str, Any],
+    *,
+    bias: bool = False,
+    activation_key: str = "hidden_act",
+    gate_up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj"),
+) -> DenseMlp:
+    """The MLP as Llama has it, apart from the arguments. Raises: ModelError: see `attention`."""
+    hidden, inner = (
+        values.integer(config, "hidden_size"),
+        values.integer(config, "intermediate_size"),
+    )
+    return DenseMlp(
+        intermediate_size=inner,
+        gate_up=Linear(gate_up_names, (inner, inner), hidden, bias),
+        down=Linear(("mlp.down_proj",), (hidden,), inner, bias),
+        activation=activation(config, activation_key),
+    )
+
+
+def pre_norm_layer(
+    config: dict[str, Any], first: Mixer, second: Mixer, *, residual_scale: float = 1.0
+) -> tuple[Block, ...]:
+    """A layer as Llama has it: two blocks with a norm before each."""
+    names = ("input_layernorm", "post_attention_layernorm")
+    return tuple(
+        Block(mixer=mixer, norm=norm(config, name), residual_scale=residual_scale)
+        for mixer, name in zip((first, second), names, strict=True)
+    )
+
+
+def family(
+    config: dict[str, Any],
+    layers: tuple[tuple[Block, ...], ...],
+    *,
+    tied: bool = False,
+    norm_offset: float = 0.0,
+    **special: Any,
+) -> Family:
+    """A model of these layers.
+
+    Args:
+        tied: where the config does not say. norm_offset: of the norm behind the last layer.
+        special: fields of `DecoderModel`.
+    """
+    vocab, hidden = values.integer(config, "vocab_size"), values.integer(config, "hidden_size")
+    mixers = [block.mixer for layer in layers for block in layer]
+    ropes = [mixer.rope for mixer in mixers if isinstance(mixer, Attention)]
+    contexts = [rope.context for rope in ropes if isinstance(rope, RopeSpec)]
+    return Family(
+        model=DecoderModel(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            embedding=Linear(("embed_tokens",), (vocab,), hidden),
+            layers=layers,
+            final_norm=norm(config, "norm", offset=norm_offset),
+            lm_head=Linear(("lm_head",), (vocab,), hidden),
+            **special,
+        ),
+        tied=values.flag(config, "tie_word_embeddings", tied),
+        context_length=min(contexts) if contexts else _longest(config),
+    )

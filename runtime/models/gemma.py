@@ -1,38 +1,37 @@
 """Gemma 2 and the text models of Gemma 3: four norms a layer, windows in most layers, tied.
 
-Their norms store weight - 1. Gemma 2 caps attention scores and logits; Gemma 3 has norms on q and
-k instead, and another rotary base in its sliding layers.
+Their norms store weight - 1 and multiply in float32. Gemma 2 caps attention scores and logits;
+Gemma 3 has norms on q and k instead, and another rotary base in its sliding layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ops.blocks.block import Block
 from runtime.models import config_values as values
 from runtime.models.family import (
     Family,
-    LayerNames,
-    activation,
-    decoder_spec,
+    attention,
+    dense_mlp,
+    family,
     head_dim,
+    norm,
     windows_by_type,
 )
 from runtime.models.rope import RopeSpec, parse_rope
 
-GEMMA2_NAMES = LayerNames(
-    attention_out_norm="post_attention_layernorm",
-    post_attention_norm="pre_feedforward_layernorm",
-    mlp_out_norm="post_feedforward_layernorm",
-)
-GEMMA3_NAMES = replace(GEMMA2_NAMES, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+if TYPE_CHECKING:
+    from ops.blocks.attention import Attention
+
+OFFSET = 1.0
 
 
 def read_gemma2(config: dict[str, Any]) -> Family:
     config = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
-    windows = windows_by_type(config, lambda i: i % 2 == 0)
     rope = parse_rope(config, head_dim(config, 256))
-    return _family(config, windows, (rope,) * len(windows), GEMMA2_NAMES)
+    windows = windows_by_type(config, lambda i: i % 2 == 0)
+    return _family(config, [_attention(config, rope, window) for window in windows])
 
 
 def read_gemma3(config: dict[str, Any]) -> Family:
@@ -40,11 +39,13 @@ def read_gemma3(config: dict[str, Any]) -> Family:
     windows = windows_by_type(config, lambda i: (i + 1) % pattern != 0)
     dim = head_dim(config, 256)
     full = parse_rope(config, dim, layer_type="full_attention", default_theta=1_000_000.0)
+    sliding = _sliding_rope(config, dim)
     return _family(
         config,
-        windows,
-        tuple(_sliding_rope(config, dim) if window else full for window in windows),
-        GEMMA3_NAMES,
+        [
+            _attention(config, sliding if window else full, window, qk_norm_offset=OFFSET)
+            for window in windows
+        ],
     )
 
 
@@ -56,40 +57,48 @@ def _sliding_rope(config: dict[str, Any], dim: int) -> RopeSpec:
     return parse_rope({**config, "rope_scaling": None, "rope_theta": local}, dim)
 
 
-def _family(
-    config: dict[str, Any],
-    windows: tuple[int, ...],
-    ropes: tuple[RopeSpec, ...],
-    names: LayerNames,
-) -> Family:
-    dim = head_dim(config, 256)
-    spec = decoder_spec(
-        config,
-        rotary_dim=ropes[0].dim,
-        head_dim=dim,
-        scale=values.number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
-        windows=windows,
-        activation=activation(
-            {"hidden_activation": "gelu_pytorch_tanh", **config}, "hidden_activation"
-        ),
-        qk_norm=names.q_norm is not None,
-        post_norms=True,
-        embed_scale=values.integer(config, "hidden_size") ** 0.5,
-        attention_soft_cap=_cap(config, "attn_logit_softcapping"),
-        logit_soft_cap=_cap(config, "final_logit_softcapping"),
-    )
-    attention_bias = values.flag(config, "attention_bias", False)
-    return Family(
-        spec=spec,
-        ropes=ropes,
-        tied=values.flag(config, "tie_word_embeddings", True),
-        names=names,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        norm_offset=1.0,
-    )
-
-
 def _cap(config: dict[str, Any], key: str) -> float:
     """A cap on scores or logits; 0 for none."""
     return values.number(config, key) if config.get(key) else 0.0
+
+
+def _attention(config: dict[str, Any], rope: RopeSpec, window: int, **special: Any) -> Attention:
+    bias = values.flag(config, "attention_bias", False)
+    return attention(
+        config,
+        rope,
+        dim=head_dim(config, 256),
+        scale=values.number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        window=window,
+        soft_cap=_cap(config, "attn_logit_softcapping"),
+        qkv_bias=bias,
+        o_bias=bias,
+        **special,
+    )
+
+
+def _family(config: dict[str, Any], mixers: list[Attention]) -> Family:
+    config = {"hidden_activation": "gelu_pytorch_tanh", **config}
+    mlp = dense_mlp(config, activation_key="hidden_activation")
+
+    def block(mixer: Any, before: str, after: str) -> Block:
+        return Block(
+            mixer=mixer,
+            norm=norm(config, before, offset=OFFSET),
+            out_norm=norm(config, after, offset=OFFSET),
+        )
+
+    return family(
+        config,
+        tuple(
+            (
+                block(mixer, "input_layernorm", "post_attention_layernorm"),
+                block(mlp, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            )
+            for mixer in mixers
+        ),
+        tied=True,
+        norm_offset=OFFSET,
+        embed_scale=values.integer(config, "hidden_size") ** 0.5,
+        logit_soft_cap=_cap(config, "final_logit_softcapping"),
+    )

@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.models import config_values as values
-from runtime.models.family import Family, decoder_spec, head_dim
+from runtime.models.family import (
+    Family,
+    attention,
+    dense_mlp,
+    family,
+    head_dim,
+    pre_norm_layer,
+)
 from runtime.models.rope import parse_rope
 
 
 def read(config: dict[str, Any]) -> Family:
-    rope = parse_rope(config, head_dim(config))
-    spec = decoder_spec(config, rotary_dim=rope.dim)
-    attention_bias = values.flag(config, "attention_bias", False)
-    return Family(
-        spec=spec,
-        ropes=(rope,) * spec.num_layers,
-        tied=values.flag(config, "tie_word_embeddings", False),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=values.flag(config, "mlp_bias", False),
+    bias = values.flag(config, "attention_bias", False)
+    layer = pre_norm_layer(
+        config,
+        attention(config, parse_rope(config, head_dim(config)), qkv_bias=bias, o_bias=bias),
+        dense_mlp(config, bias=values.flag(config, "mlp_bias", False)),
     )
+    return family(config, (layer,) * values.layers(config))

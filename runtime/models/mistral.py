@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.models import config_values as values
-from runtime.models.family import Family, decoder_spec, head_dim, windows_by_type
+from runtime.models.family import (
+    Family,
+    attention,
+    dense_mlp,
+    family,
+    head_dim,
+    pre_norm_layer,
+    sliding_window,
+)
 from runtime.models.rope import parse_rope
 
 
 def read(config: dict[str, Any]) -> Family:
     rope = parse_rope(config, head_dim(config))
-    windows = windows_by_type({**config, "layer_types": None}, lambda _: True)
-    spec = decoder_spec(config, rotary_dim=rope.dim, windows=windows)
-    return Family(
-        spec=spec,
-        ropes=(rope,) * spec.num_layers,
-        tied=values.flag(config, "tie_word_embeddings", False),
-    )
+    window = sliding_window(config)
+    layer = pre_norm_layer(config, attention(config, rope, window=window), dense_mlp(config))
+    return family(config, (layer,) * values.layers(config))

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.models import config_values as values
-from runtime.models.family import Family, decoder_spec, head_dim, windows_by_type
+from runtime.models.family import (
+    Family,
+    attention,
+    dense_mlp,
+    family,
+    head_dim,
+    pre_norm_layer,
+    windows_by_type,
+)
 from runtime.models.rope import parse_rope
 
 
@@ -18,11 +26,11 @@ def qwen_windows(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def read(config: dict[str, Any]) -> Family:
-    rope = parse_rope(config, head_dim(config))
-    spec = decoder_spec(config, rotary_dim=rope.dim, windows=qwen_windows(config))
-    return Family(
-        spec=spec,
-        ropes=(rope,) * spec.num_layers,
-        tied=values.flag(config, "tie_word_embeddings", False),
-        qkv_bias=True,
+    rope, mlp = parse_rope(config, head_dim(config)), dense_mlp(config)
+    return family(
+        config,
+        tuple(
+            pre_norm_layer(config, attention(config, rope, window=window, qkv_bias=True), mlp)
+            for window in qwen_windows(config)
+        ),
     )

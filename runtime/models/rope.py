@@ -28,13 +28,14 @@ from torch import Tensor
 from runtime.errors import ModelError
 from runtime.models import config_values as values
 from runtime.models.config_values import MOST_POSITIONS
+from runtime.models.sources import Source, WeightReader
 
 _LEAST_THETA = 1.001  # formulas divide by its logarithm
 TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
+class RopeSpec(Source):
     """One kind of rotary embedding of a model.
 
     Args:
@@ -50,6 +51,10 @@ class RopeSpec:
     original_context: int
     context: int
     parameters: dict[str, Any] = field(default_factory=dict)
+
+    def load(self, reader: WeightReader) -> Tensor:
+        """The table of the served context; blocks of the same spec share one."""
+        return reader.shared(self, lambda: self.table(reader.context_length))
 
     def table(self, positions: int) -> Tensor:
         """[positions, dim] float32: cosines in the first half of a row, sines in the second."""

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.errors import ModelError
 from runtime.models import config_values as values
-from runtime.models.family import Family, decoder_spec, head_dim, windows_by_type
+from runtime.models.family import (
+    Family,
+    attention,
+    dense_mlp,
+    family,
+    head_dim,
+    pre_norm_layer,
+    windows_by_type,
+)
 from runtime.models.rope import parse_rope
 
 
@@ -17,22 +24,13 @@ def read(config: dict[str, Any]) -> Family:
     # Despite its name, the list has 1 where rotary is applied.
     given = values.per_layer(config, "no_rope_layers")
     rotated = given or [(i + 1) % interval != 0 for i in range(layers)]
-    if not any(rotated):
-        raise ModelError("config.json: no_rope_layers leaves no layer with rotary embeddings")
     windows = (0,) * layers
     if values.flag(config, "use_sliding_window", False):
         windows = windows_by_type(config, lambda i: not rotated[i])
-    attention_bias = values.flag(config, "attention_bias", False)
-    return Family(
-        spec=decoder_spec(
-            config,
-            rotary_dim=rope.dim,
-            windows=windows,
-            rope_layers=tuple(bool(on) for on in rotated),
-        ),
-        ropes=tuple(rope if on else None for on in rotated),
-        tied=values.flag(config, "tie_word_embeddings", True),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=values.flag(config, "mlp_bias", False),
-    )
+    bias = values.flag(config, "attention_bias", False)
+    mlp = dense_mlp(config, bias=values.flag(config, "mlp_bias", False))
+    mixers = [
+        attention(config, rope if on else None, window=window, qkv_bias=bias, o_bias=bias)
+        for on, window in zip(rotated, windows, strict=True)
+    ]
+    return family(config, tuple(pre_norm_layer(config, mixer, mlp) for mixer in mixers), tied=True)

@@ -93,6 +93,8 @@ def test_elementwise_ops_equal_the_reference(dtype: torch.dtype) -> None:
     assert torch.equal(*normed)
     assert torch.equal(*residuals)
     assert torch.equal(residuals[0], x[:, 0] + 1)
+    wide = weight.float()
+    assert torch.equal(CPU.rms_norm(x, wide, 1e-5), REFERENCE.rms_norm(x, wide, 1e-5))
     flat = x.flatten(1)
     assert torch.equal(CPU.silu_and_mul(flat), REFERENCE.silu_and_mul(flat))
     for tanh in (True, False):

@@ -17,7 +17,7 @@ struct LoomContext {
   LoomContext(int threads, bool pin) : team(threads, pin) {}
   Team team;
   Buffer scratch;
-  std::vector<AttentionTask> tasks;
+  AttentionPlans plans;
 };
 
 namespace {
@@ -33,6 +33,11 @@ void with_type(int type, Body&& body) {
 }
 
 template <class Body>
+void with_types(int first, int second, Body&& body) {
+  with_type(first, [&](auto* t) { with_type(second, [&](auto* u) { body(t, u); }); });
+}
+
+template <class Body>
 void over_rows(LoomContext* c, int64_t rows, Body&& body) {
   c->team.run([&](Worker& w) { w.parallel_for(rows, body); });
 }
@@ -42,9 +47,10 @@ void over_rows(LoomContext* c, int64_t rows, Body&& body) {
 extern "C" {
 
 int64_t loom_struct_bytes(int which) {
-  constexpr size_t bytes[] = {sizeof(LoomLinear),  sizeof(LoomBatch),   sizeof(LoomAttention),
-                              sizeof(LoomPools),   sizeof(LoomLayer),   sizeof(LoomDecoder),
-                              sizeof(LoomStep),    sizeof(LoomSampling)};
+  constexpr size_t bytes[] = {
+      sizeof(LoomLinear), sizeof(LoomBatch),          sizeof(LoomAttention), sizeof(LoomPools),
+      sizeof(LoomNorm),   sizeof(LoomAttentionBlock), sizeof(LoomMlpBlock),  sizeof(LoomBlock),
+      sizeof(LoomDecoder), sizeof(LoomStep),          sizeof(LoomSampling)};
   return int64_t(bytes[which]);
 }
 
@@ -91,24 +97,26 @@ void loom_linear(LoomContext* c, const LoomLinear* layer, const void* x, int typ
   });
 }
 
-void loom_rms_norm(LoomContext* c, const void* x, const void* weight, int type, int64_t rows,
-                   int64_t stride, int64_t dim, float eps, void* out) {
-  with_type(type, [&](auto* t) {
+void loom_rms_norm(LoomContext* c, const void* x, const void* weight, int type, int weight_type,
+                   int64_t rows, int64_t stride, int64_t dim, float eps, void* out) {
+  with_types(type, weight_type, [&](auto* t, auto* u) {
     using T = std::remove_pointer_t<decltype(t)>;
+    using W = std::remove_pointer_t<decltype(u)>;
     over_rows(c, rows, [&](int64_t r) {
-      rms_norm_row((const T*)x + r * stride, (const T*)weight, dim, eps, (T*)out + r * dim);
+      rms_norm_row((const T*)x + r * stride, (const W*)weight, dim, eps, (T*)out + r * dim);
     });
   });
 }
 
 void loom_add_rms_norm(LoomContext* c, const void* x, void* residual, const void* weight, int type,
-                       int64_t rows, int64_t dim, float eps, void* out) {
-  with_type(type, [&](auto* t) {
+                       int weight_type, int64_t rows, int64_t dim, float eps, void* out) {
+  with_types(type, weight_type, [&](auto* t, auto* u) {
     using T = std::remove_pointer_t<decltype(t)>;
+    using W = std::remove_pointer_t<decltype(u)>;
     over_rows(c, rows, [&](int64_t r) {
       T* sum = (T*)residual + r * dim;
       add_row((const T*)x + r * dim, dim, sum);
-      rms_norm_row(sum, (const T*)weight, dim, eps, (T*)out + r * dim);
+      rms_norm_row(sum, (const W*)weight, dim, eps, (T*)out + r * dim);
     });
   });
 }
@@ -152,17 +160,15 @@ int loom_store_kv(LoomContext* c, const void* x, int type, int64_t tokens, int64
   for (int64_t t = 0; t < tokens; t++) {
     if (slots[t] >= pool_slots) return LOOM_BAD_SLOT;
   }
-  with_type(type, [&](auto* p) {
+  with_types(type, pool_type, [&](auto* p, auto* s) {
     using T = std::remove_pointer_t<decltype(p)>;
-    with_type(pool_type, [&](auto* s) {
-      using S = std::remove_pointer_t<decltype(s)>;
-      over_rows(c, tokens, [&](int64_t t) {
-        if (slots[t] < 0) return;
-        for (int64_t h = 0; h < heads; h++) {
-          copy_row((const T*)x + t * stride + h * head_stride, dim,
-                   (S*)pool + (slots[t] * heads + h) * dim);
-        }
-      });
+    using S = std::remove_pointer_t<decltype(s)>;
+    over_rows(c, tokens, [&](int64_t t) {
+      if (slots[t] < 0) return;
+      for (int64_t h = 0; h < heads; h++) {
+        copy_row((const T*)x + t * stride + h * head_stride, dim,
+                 (S*)pool + (slots[t] * heads + h) * dim);
+      }
     });
   });
   return LOOM_OK;
@@ -175,15 +181,15 @@ int loom_attention(LoomContext* c, const void* q, int type, int64_t stride, int6
   if (LoomStatus status = check_batch(*batch, pool_slots)) return status;
   AttentionCall call = {q,         type,      stride, head_stride, heads, kv_heads, dim, *pools,
                         pool_type, batch,     *spec,  out,         type,  heads * dim};
-  c->tasks.clear();
-  plan_attention(*batch, {heads, kv_heads, dim}, c->team.size(), c->tasks);
-  c->team.run([&](Worker& w) { attention(w, call, c->tasks); });
+  c->plans.begin(*batch, c->team.size());
+  const std::vector<AttentionTask>& tasks = c->plans.of({heads, kv_heads, dim});
+  c->team.run([&](Worker& w) { attention(w, call, tasks); });
   return LOOM_OK;
 }
 
 int loom_decode_step(LoomContext* c, const LoomDecoder* decoder, const LoomStep* step) {
   if (LoomStatus status = check_step(*decoder, *step)) return status;
-  run_step(c->team, *decoder, *step, c->scratch, c->tasks);
+  run_step(c->team, *decoder, *step, c->scratch, c->plans);
   return LOOM_OK;
 }
 

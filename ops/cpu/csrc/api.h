@@ -60,31 +60,47 @@ struct LoomPools {
   void* v;
 };
 
-struct LoomLayer {
-  LoomLinear qkv, o, gate_up, down;
-  const float* input_norm;
-  const float* post_attention_norm;
-  const float* q_norm;              // [head_dim] or null
-  const float* k_norm;              // [head_dim] or null
-  const float* attention_out_norm;  // or null
-  const float* mlp_out_norm;        // or null
-  const float* rope;                // [rope_positions, rotary_dim] or null
-  int64_t rope_positions;
+struct LoomNorm {
+  const float* weight;  // null: no norm
+  float eps;
+  int32_t reserved;
+};
+
+// The kinds of blocks; see ops/blocks/attention.py and dense_mlp.py.
+struct LoomAttentionBlock {
+  LoomLinear qkv, o;
+  int64_t heads, kv_heads, head_dim;
+  LoomNorm q_norm, k_norm;  // of each head
+  const float* rope;        // [rope_positions, rotary_dim] or null
+  int64_t rope_positions, rotary_dim;
+  int32_t rope_interleaved;
+  int32_t reserved;
   LoomAttention attention;
 };
 
-struct LoomDecoder {
-  int64_t vocab, hidden, layers, heads, kv_heads, head_dim, intermediate, rotary_dim;
-  int32_t embedding_type;  // LoomType
-  int32_t activation;      // LoomActivation
-  int32_t rope_interleaved;
-  int32_t pool_type;  // LoomType
-  float eps, embed_scale, logit_scale, residual_scale, logit_soft_cap;
+struct LoomMlpBlock {
+  LoomLinear gate_up, down;
+  int32_t activation;  // LoomActivation
   int32_t reserved;
+};
+
+// residual += residual_scale * out_norm(mixer(norm(residual))); one of the mixers is not null.
+struct LoomBlock {
+  LoomNorm norm, out_norm;
+  const LoomAttentionBlock* attention;
+  const LoomMlpBlock* mlp;
+  float residual_scale;
+  int32_t reserved;
+};
+
+struct LoomDecoder {
+  int64_t vocab, hidden, blocks;
+  int32_t embedding_type;  // LoomType
+  float embed_scale, logit_scale, logit_soft_cap;
   const void* embedding;   // [embedding_rows, hidden]
   int64_t embedding_rows;  // may be more than can be sampled
-  const LoomLayer* layer;
-  const float* final_norm;
+  const LoomBlock* block;
+  LoomNorm final_norm;
   LoomLinear lm_head;
 };
 
@@ -95,8 +111,9 @@ struct LoomStep {
   const int64_t* slots;      // [tokens], negative: not stored
   const int64_t* logit_tokens;
   int64_t logits;         // how many tokens give logits
-  const LoomPools* pools;  // one per layer
+  const LoomPools* pools;  // one per block, read for attention alone
   int64_t pool_slots;
+  int64_t pool_type;  // LoomType
   float* out;  // [logits, vocab]
 };
 
@@ -122,7 +139,7 @@ struct LoomSampling {
   int64_t masks, mask_words;
 };
 
-// Size of the structs above in their order, from LoomLinear (0) to LoomSampling (7): the caller's
+// Size of the structs above in their order, from LoomLinear (0) to LoomSampling (10): the caller's
 // mirror must agree.
 int64_t loom_struct_bytes(int which);
 
@@ -140,10 +157,10 @@ void loom_use_large_pages(void* start, int64_t bytes);
 // Strides count elements. Every `type` is a LoomType.
 void loom_linear(LoomContext*, const LoomLinear*, const void* x, int type, int64_t rows,
                  int64_t stride, void* out);
-void loom_rms_norm(LoomContext*, const void* x, const void* weight, int type, int64_t rows,
-                   int64_t stride, int64_t dim, float eps, void* out);
+void loom_rms_norm(LoomContext*, const void* x, const void* weight, int type, int weight_type,
+                   int64_t rows, int64_t stride, int64_t dim, float eps, void* out);
 void loom_add_rms_norm(LoomContext*, const void* x, void* residual, const void* weight, int type,
-                       int64_t rows, int64_t dim, float eps, void* out);
+                       int weight_type, int64_t rows, int64_t dim, float eps, void* out);
 void loom_act_and_mul(LoomContext*, const void* x, int type, int64_t rows, int64_t dim,
                       int activation, void* out);
 int loom_rotary(LoomContext*, void* x, int type, int64_t tokens, int64_t heads, int64_t stride,

@@ -349,8 +349,6 @@ void run_tasks(Worker& worker, const AttentionCall& c, const std::vector<Attenti
   worker.finish();
 }
 
-}  // namespace
-
 void plan_attention(const LoomBatch& batch, const AttentionShape& shape, int threads,
                     std::vector<AttentionTask>& out) {
   int64_t group = shape.heads / shape.kv_heads;
@@ -369,6 +367,26 @@ void plan_attention(const LoomBatch& batch, const AttentionShape& shape, int thr
       }
     }
   }
+}
+
+}  // namespace
+
+void AttentionPlans::begin(const LoomBatch& batch, int threads) {
+  batch_ = &batch;
+  threads_ = threads;
+  used_ = 0;
+}
+
+const std::vector<AttentionTask>& AttentionPlans::of(const AttentionShape& shape) {
+  for (size_t i = 0; i < used_; i++) {
+    if (plans_[i].shape == shape) return plans_[i].tasks;
+  }
+  if (used_ == plans_.size()) plans_.emplace_back();
+  Plan& plan = plans_[used_++];
+  plan.shape = shape;
+  plan.tasks.clear();
+  plan_attention(*batch_, shape, threads_, plan.tasks);
+  return plan.tasks;
 }
 
 void attention(Worker& worker, const AttentionCall& call, const std::vector<AttentionTask>& tasks) {

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <vector>
 
 #include "api.h"
@@ -45,11 +46,27 @@ struct AttentionTask {
 
 struct AttentionShape {
   int64_t heads, kv_heads, dim;
+  bool operator==(const AttentionShape&) const = default;
 };
 
-// Appends the tasks of a step; the same for all layers.
-void plan_attention(const LoomBatch& batch, const AttentionShape& shape, int threads,
-                    std::vector<AttentionTask>& out);
+// The tasks of a step by the shape of the heads; blocks of one shape share theirs. Kept from step
+// to step for its memory.
+class AttentionPlans {
+ public:
+  void begin(const LoomBatch& batch, int threads);
+  // Valid until the next `begin`; not for several threads.
+  const std::vector<AttentionTask>& of(const AttentionShape& shape);
+
+ private:
+  struct Plan {
+    AttentionShape shape;
+    std::vector<AttentionTask> tasks;
+  };
+  std::deque<Plan> plans_;
+  size_t used_ = 0;
+  const LoomBatch* batch_ = nullptr;
+  int threads_ = 1;
+};
 
 // Runs the tasks; ends the phase.
 void attention(Worker& worker, const AttentionCall& call, const std::vector<AttentionTask>& tasks);

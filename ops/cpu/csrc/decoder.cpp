@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "linear.h"
 #include "rows.h"
@@ -19,10 +20,14 @@ constexpr int64_t kPrivateRows = 4;
 class Step {
  public:
   Step(const LoomDecoder& decoder, const LoomStep& step, int threads, Buffer& scratch,
-       const std::vector<AttentionTask>& tasks)
-      : d_(decoder), s_(step), tasks_(tasks), rows_(step.batch.tokens) {
-    q_width_ = d_.heads * d_.head_dim;
-    kv_width_ = d_.kv_heads * d_.head_dim;
+       AttentionPlans& plans)
+      : d_(decoder), s_(step), rows_(step.batch.tokens) {
+    plans.begin(step.batch, threads);
+    for (int64_t i = 0; i < d_.blocks; i++) {
+      const LoomAttentionBlock* a = d_.block[i].attention;
+      tasks_.push_back(a ? &plans.of({a->heads, a->kv_heads, a->head_dim}) : nullptr);
+      if (a) last_attention_ = i;
+    }
     Arena measure;
     lay_out(measure, threads);
     Arena arena(scratch.reserve(measure.used()));
@@ -32,44 +37,62 @@ class Step {
   // On every thread of the team.
   void run(Worker& w) const {
     embed(w);
-    for (int64_t i = 0; i + 1 < d_.layers; i++) {
-      attend(w, i);
-      Coming gate_up = {&d_.layer[i].gate_up, true}, qkv = {&d_.layer[i + 1].qkv};
-      finish_layer(w, i, rows_, residual_, mixed_, gate_up, qkv);
+    Stream stream = {residual_, rows_};
+    for (int64_t i = 0; i < d_.blocks; i++) {
+      if (d_.block[i].mlp) {
+        run_mlp(w, i, stream);
+      } else if (i < last_attention_) {
+        attend(w, i);
+        finish_attention(w, i, stream, mixed_);
+      } else if (s_.logits == 0) {
+        project(w, i);  // only the pool is wanted
+        return;
+      } else {
+        // No later block looks at other tokens, so it goes on with those whose logits are wanted.
+        attend(w, i);
+        pick(w);
+        stream = {picked_residual_, s_.logits};
+        finish_attention(w, i, stream, picked_mixed_);
+      }
     }
-    int64_t last = d_.layers - 1;
-    if (s_.logits == 0) {
-      project(w, last);  // only the pool is wanted
-      return;
-    }
-    attend(w, last);
-    pick(w);
-    Coming gate_up = {&d_.layer[last].gate_up, true}, head = {&d_.lm_head};
-    finish_layer(w, last, s_.logits, picked_residual_, picked_mixed_, gate_up, head);
-    write_logits(w);
+    write_logits(w, stream);
   }
 
  private:
+  // The residual stream of the rows that are still computed.
+  struct Stream {
+    float* residual;
+    int64_t rows;
+  };
+
   void lay_out(Arena& arena, int threads) {
-    int64_t o_row = 0, down_row = 0, private_row = 0, hidden_row = row_bytes(d_.lm_head.kind, d_.hidden);
-    for (int64_t i = 0; i < d_.layers; i++) {
-      const LoomLayer& l = d_.layer[i];
-      o_row = std::max(o_row, row_bytes(l.o.kind, q_width_));
-      down_row = std::max(down_row, row_bytes(l.down.kind, d_.intermediate));
-      hidden_row = std::max({hidden_row, row_bytes(l.qkv.kind, d_.hidden),
-                             row_bytes(l.gate_up.kind, d_.hidden)});
+    int64_t private_row = row_bytes(d_.lm_head.kind, d_.hidden), qkv_row = 0, mixed_row = 0,
+            product_row = 0;
+    for (int64_t i = 0; i < d_.blocks; i++) {
+      if (const LoomAttentionBlock* a = d_.block[i].attention) {
+        int64_t o_row = row_bytes(a->o.kind, a->o.k);
+        private_row = std::max({private_row, row_bytes(a->qkv.kind, d_.hidden), o_row});
+        qkv_row = std::max(qkv_row, a->qkv.n);
+        mixed_row = std::max({mixed_row, a->o.k, o_row / 4});
+      }
+      if (const LoomMlpBlock* m = d_.block[i].mlp) {
+        int64_t down_row = row_bytes(m->down.kind, m->down.k);
+        private_row = std::max({private_row, row_bytes(m->gate_up.kind, d_.hidden), down_row});
+        product_row = std::max({product_row, m->down.k, down_row / 4});
+      }
     }
-    private_row = std::max({hidden_row, o_row, down_row});
     private_stride_ = kPrivateRows * private_row;
+    // A token may be asked for its logits more than once.
+    int64_t most = std::max(rows_, s_.logits);
     residual_ = arena.take<float>(rows_ * d_.hidden);
     picked_residual_ = arena.take<float>(s_.logits * d_.hidden);
-    branch_ = arena.take<float>(rows_ * d_.hidden);
-    qkv_ = arena.take<float>(rows_ * (q_width_ + 2 * kv_width_));
+    branch_ = arena.take<float>(most * d_.hidden);
+    qkv_ = arena.take<float>(rows_ * qkv_row);
     // Inputs of o and down: written in place where their format is that of the producer.
-    mixed_ = arena.take<float>(rows_ * std::max(q_width_, o_row / 4));
-    picked_mixed_ = arena.take<float>(s_.logits * std::max(q_width_, o_row / 4));
-    product_ = arena.take<float>(rows_ * std::max(d_.intermediate, down_row / 4));
-    encoded_ = arena.take<char>(rows_ * private_row);
+    mixed_ = arena.take<float>(rows_ * mixed_row);
+    picked_mixed_ = arena.take<float>(s_.logits * mixed_row);
+    product_ = arena.take<float>(most * product_row);
+    encoded_ = arena.take<char>(most * private_row);
     private_ = arena.take<char>(threads * private_stride_);
     wide_row_ = arena.take<float>(threads * (d_.hidden + kLanes));
   }
@@ -104,11 +127,13 @@ class Step {
     return {encoded_, stride};
   }
 
-  Rows prepare_normed(Worker& w, const LoomLinear& layer, int64_t rows, const float* residual,
-                      const float* weight) const {
+  Rows prepare_normed(Worker& w, const LoomLinear& layer, const Stream& stream,
+                      const LoomNorm& norm) const {
     float* wide = wide_row_ + w.id() * (d_.hidden + kLanes);
-    return prepare(w, layer, rows, [=, this](int64_t r) {
-      rms_norm_row(residual + r * d_.hidden, weight, d_.hidden, d_.eps, wide);
+    return prepare(w, layer, stream.rows, [=, this](int64_t r) -> const float* {
+      const float* row = stream.residual + r * d_.hidden;
+      if (!norm.weight) return row;
+      rms_norm_row(row, norm.weight, d_.hidden, norm.eps, wide);
       return wide;
     });
   }
@@ -134,66 +159,75 @@ class Step {
     return row_bytes(layer.kind, layer.k) / (written_type(layer) == LOOM_BF16 ? 2 : 4);
   }
 
+  // The linear layer that block i begins with; behind the last block, the head.
+  Coming first_of(int64_t i) const {
+    if (i == d_.blocks) return {&d_.lm_head};
+    const LoomBlock& block = d_.block[i];
+    if (block.attention) return {&block.attention->qkv};
+    return {&block.mlp->gate_up, true};
+  }
+
   // Norm, q, k and v, positions, and the new keys and values into the pool.
   void project(Worker& w, int64_t i) const {
-    const LoomLayer& l = d_.layer[i];
+    const LoomAttentionBlock& a = *d_.block[i].attention;
+    int64_t q_width = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim;
     Epilogue to_qkv;
     to_qkv.out = qkv_;
-    to_qkv.stride = q_width_ + 2 * kv_width_;
-    Rows x = prepare_normed(w, l.qkv, rows_, residual_, l.input_norm);
-    linear(w, l.qkv, x, rows_, to_qkv, {&l.o});
+    to_qkv.stride = a.qkv.n;
+    Rows x = prepare_normed(w, a.qkv, {residual_, rows_}, d_.block[i].norm);
+    linear(w, a.qkv, x, rows_, to_qkv, {&a.o});
     w.parallel_for(rows_, [&](int64_t t) {
-      float* q = qkv_ + t * (q_width_ + 2 * kv_width_);
-      float *k = q + q_width_, *v = k + kv_width_;
-      const float* rope = l.rope ? l.rope + s_.positions[t] * d_.rotary_dim : nullptr;
-      place_heads(q, d_.heads, l.q_norm, rope);
-      place_heads(k, d_.kv_heads, l.k_norm, rope);
+      float *q = qkv_ + t * a.qkv.n, *k = q + q_width, *v = k + kv_width;
+      const float* rope = a.rope ? a.rope + s_.positions[t] * a.rotary_dim : nullptr;
+      place_heads(q, a.heads, a, a.q_norm, rope);
+      place_heads(k, a.kv_heads, a, a.k_norm, rope);
       if (s_.slots[t] < 0) return;
-      to_pool(k, s_.pools[i].k, s_.slots[t]);
-      to_pool(v, s_.pools[i].v, s_.slots[t]);
+      to_pool(k, kv_width, s_.pools[i].k, s_.slots[t]);
+      to_pool(v, kv_width, s_.pools[i].v, s_.slots[t]);
     });
   }
 
-  void place_heads(float* x, int64_t heads, const float* norm, const float* rope) const {
+  static void place_heads(float* x, int64_t heads, const LoomAttentionBlock& a,
+                          const LoomNorm& norm, const float* rope) {
     for (int64_t h = 0; h < heads; h++) {
-      float* head = x + h * d_.head_dim;
-      if (norm) rms_norm_row(head, norm, d_.head_dim, d_.eps, head);
-      if (rope) rotate_head(head, rope, d_.rotary_dim, d_.rope_interleaved != 0);
+      float* head = x + h * a.head_dim;
+      if (norm.weight) rms_norm_row(head, norm.weight, a.head_dim, norm.eps, head);
+      if (rope) rotate_head(head, rope, a.rotary_dim, a.rope_interleaved != 0);
     }
   }
 
-  void to_pool(const float* x, void* pool, int64_t slot) const {
-    if (d_.pool_type == LOOM_BF16) {
-      copy_row(x, kv_width_, (bf16*)pool + slot * kv_width_);
+  void to_pool(const float* x, int64_t width, void* pool, int64_t slot) const {
+    if (s_.pool_type == LOOM_BF16) {
+      copy_row(x, width, (bf16*)pool + slot * width);
     } else {
-      copy_row(x, kv_width_, (float*)pool + slot * kv_width_);
+      copy_row(x, width, (float*)pool + slot * width);
     }
   }
 
   void attend(Worker& w, int64_t i) const {
-    const LoomLayer& l = d_.layer[i];
+    const LoomAttentionBlock& a = *d_.block[i].attention;
     project(w, i);
     AttentionCall call;
     call.q = qkv_;
     call.q_type = LOOM_F32;
-    call.q_stride = q_width_ + 2 * kv_width_;
-    call.q_head_stride = d_.head_dim;
-    call.heads = d_.heads;
-    call.kv_heads = d_.kv_heads;
-    call.dim = d_.head_dim;
+    call.q_stride = a.qkv.n;
+    call.q_head_stride = a.head_dim;
+    call.heads = a.heads;
+    call.kv_heads = a.kv_heads;
+    call.dim = a.head_dim;
     call.pools = s_.pools[i];
-    call.pool_type = d_.pool_type;
+    call.pool_type = int(s_.pool_type);
     call.batch = &s_.batch;
-    call.spec = l.attention;
+    call.spec = a.attention;
     call.out = mixed_;
-    call.out_type = written_type(l.o);
-    call.out_stride = written_stride(l.o);
-    attention(w, call, tasks_);
+    call.out_type = written_type(a.o);
+    call.out_stride = written_stride(a.o);
+    attention(w, call, *tasks_[size_t(i)]);
   }
 
-  // The last layer goes on with the rows whose logits are wanted.
+  // The rows whose logits are wanted, after the last attention.
   void pick(Worker& w) const {
-    const LoomLinear& o = d_.layer[d_.layers - 1].o;
+    const LoomLinear& o = d_.block[last_attention_].attention->o;
     int64_t bytes = written_stride(o) * (written_type(o) == LOOM_BF16 ? 2 : 4);
     w.parallel_for(s_.logits, [&](int64_t r) {
       int64_t t = s_.logit_tokens[r];
@@ -202,55 +236,58 @@ class Step {
     });
   }
 
-  // From the attention's output to the layer's end.
-  void finish_layer(Worker& w, int64_t i, int64_t rows, float* residual, const float* mixed,
-                    Coming gate_up, Coming next) const {
-    const LoomLayer& l = d_.layer[i];
-    add_branch(w, l.o, prepare_written(w, l.o, rows, mixed), rows, residual, l.attention_out_norm,
-               gate_up);
-    Epilogue to_product;
-    to_product.mode = Epilogue::kActAndMul;
-    to_product.activation = d_.activation;
-    to_product.out = product_;
-    to_product.out_type = written_type(l.down);
-    to_product.stride = written_stride(l.down);
-    Rows x = prepare_normed(w, l.gate_up, rows, residual, l.post_attention_norm);
-    linear(w, l.gate_up, x, rows, to_product, {&l.down});
-    add_branch(w, l.down, prepare_written(w, l.down, rows, product_), rows, residual,
-               l.mlp_out_norm, next);
+  // From the heads' outputs to the residual stream.
+  void finish_attention(Worker& w, int64_t i, const Stream& stream, const float* mixed) const {
+    const LoomLinear& o = d_.block[i].attention->o;
+    add_branch(w, i, o, prepare_written(w, o, stream.rows, mixed), stream);
   }
 
-  // residual += scale * norm(x W^T), the norm where the family has one.
-  void add_branch(Worker& w, const LoomLinear& layer, Rows x, int64_t rows, float* residual,
-                  const float* norm, Coming next) const {
+  void run_mlp(Worker& w, int64_t i, const Stream& stream) const {
+    const LoomMlpBlock& m = *d_.block[i].mlp;
+    Epilogue to_product;
+    to_product.mode = Epilogue::kActAndMul;
+    to_product.activation = m.activation;
+    to_product.out = product_;
+    to_product.out_type = written_type(m.down);
+    to_product.stride = written_stride(m.down);
+    Rows x = prepare_normed(w, m.gate_up, stream, d_.block[i].norm);
+    linear(w, m.gate_up, x, stream.rows, to_product, {&m.down});
+    add_branch(w, i, m.down, prepare_written(w, m.down, stream.rows, product_), stream);
+  }
+
+  // residual += scale * norm(x W^T), the norm where the block has one.
+  void add_branch(Worker& w, int64_t i, const LoomLinear& layer, Rows x,
+                  const Stream& stream) const {
+    const LoomBlock& block = d_.block[i];
+    bool normed = block.out_norm.weight != nullptr;
     Epilogue e;
     e.stride = d_.hidden;
-    e.mode = norm ? Epilogue::kStore : Epilogue::kAdd;
-    e.out = norm ? branch_ : residual;
-    e.scale = norm ? 1.0f : d_.residual_scale;
-    linear(w, layer, x, rows, e, next);
-    if (!norm) return;
-    w.parallel_for(rows, [&](int64_t r) {
-      float *from = branch_ + r * d_.hidden, *to = residual + r * d_.hidden;
-      rms_norm_row(from, norm, d_.hidden, d_.eps, from);
-      for (int64_t c = 0; c < d_.hidden; c++) to[c] += d_.residual_scale * from[c];
+    e.mode = normed ? Epilogue::kStore : Epilogue::kAdd;
+    e.out = normed ? branch_ : stream.residual;
+    e.scale = normed ? 1.0f : block.residual_scale;
+    linear(w, layer, x, stream.rows, e, first_of(i + 1));
+    if (!normed) return;
+    w.parallel_for(stream.rows, [&](int64_t r) {
+      float *from = branch_ + r * d_.hidden, *to = stream.residual + r * d_.hidden;
+      rms_norm_row(from, block.out_norm.weight, d_.hidden, block.out_norm.eps, from);
+      for (int64_t c = 0; c < d_.hidden; c++) to[c] += block.residual_scale * from[c];
     });
   }
 
-  void write_logits(Worker& w) const {
+  void write_logits(Worker& w, const Stream& stream) const {
     Epilogue e;
     e.out = s_.out;
     e.stride = d_.vocab;
     e.scale = d_.logit_scale;
     e.soft_cap = d_.logit_soft_cap;
-    Rows x = prepare_normed(w, d_.lm_head, s_.logits, picked_residual_, d_.final_norm);
-    linear(w, d_.lm_head, x, s_.logits, e);
+    Rows x = prepare_normed(w, d_.lm_head, stream, d_.final_norm);
+    linear(w, d_.lm_head, x, stream.rows, e);
   }
 
   const LoomDecoder& d_;
   const LoomStep& s_;
-  const std::vector<AttentionTask>& tasks_;
-  int64_t rows_, q_width_, kv_width_, private_stride_ = 0;
+  std::vector<const std::vector<AttentionTask>*> tasks_;  // by block, null for other kinds
+  int64_t rows_, last_attention_ = -1, private_stride_ = 0;
   float *residual_, *picked_residual_, *branch_, *qkv_, *mixed_, *picked_mixed_, *product_;
   float* wide_row_;
   char *encoded_, *private_;
@@ -282,8 +319,9 @@ LoomStatus check_batch(const LoomBatch& b, int64_t pool_slots) {
 
 LoomStatus check_step(const LoomDecoder& d, const LoomStep& s) {
   int64_t tokens = s.batch.tokens, positions = INT64_MAX;
-  for (int64_t i = 0; i < d.layers; i++) {
-    if (d.layer[i].rope) positions = std::min(positions, d.layer[i].rope_positions);
+  for (int64_t i = 0; i < d.blocks; i++) {
+    const LoomAttentionBlock* a = d.block[i].attention;
+    if (a && a->rope) positions = std::min(positions, a->rope_positions);
   }
   if (!all_within(s.input_ids, tokens, 0, d.embedding_rows)) return LOOM_BAD_TOKEN;
   if (!all_within(s.positions, tokens, 0, positions)) return LOOM_BAD_POSITION;
@@ -293,11 +331,8 @@ LoomStatus check_step(const LoomDecoder& d, const LoomStep& s) {
 }
 
 void run_step(Team& team, const LoomDecoder& decoder, const LoomStep& step, Buffer& scratch,
-              std::vector<AttentionTask>& tasks) {
-  tasks.clear();
-  AttentionShape shape = {decoder.heads, decoder.kv_heads, decoder.head_dim};
-  plan_attention(step.batch, shape, team.size(), tasks);
-  Step whole(decoder, step, team.size(), scratch, tasks);
+              AttentionPlans& plans) {
+  Step whole(decoder, step, team.size(), scratch, plans);
   team.run([&](Worker& worker) { whole.run(worker); });
 }
 

@@ -1,7 +1,5 @@
-// A whole decoder step on a team of threads: embedding, all layers, logits.
+// A whole decoder step on a team of threads: embedding, all blocks, logits.
 #pragma once
-
-#include <vector>
 
 #include "api.h"
 #include "attention.h"
@@ -14,8 +12,8 @@ namespace loom {
 LoomStatus check_batch(const LoomBatch& batch, int64_t pool_slots);
 LoomStatus check_step(const LoomDecoder& decoder, const LoomStep& step);
 
-// Runs a checked step. `scratch` and `tasks` are reused from step to step.
+// Runs a checked step. `scratch` and `plans` are reused from step to step.
 void run_step(Team& team, const LoomDecoder& decoder, const LoomStep& step, Buffer& scratch,
-              std::vector<AttentionTask>& tasks);
+              AttentionPlans& plans);
 
 }  // namespace loom

@@ -18,14 +18,14 @@ float inverse_rms(const T* x, int64_t dim, float eps) {
   return 1.0f / std::sqrt(sum(squares) / float(dim) + eps);
 }
 
-// out = x / rms(x) * weight; the normalised value is rounded to T before the product, as the
-// published Llama code does.
-template <class T>
-void rms_norm_row(const T* x, const T* weight, int64_t dim, float eps, T* out) {
+// out = x / rms(x) * weight; the normalised value is rounded to the weight's type before the
+// product, as the published code of Llama (weights of x's type) and of Gemma (float) does.
+template <class T, class W>
+void rms_norm_row(const T* x, const W* weight, int64_t dim, float eps, T* out) {
   F16 factor = splat(inverse_rms(x, dim, eps));
   for (int64_t d = 0; d < dim; d += kLanes) {
     int n = int(std::min<int64_t>(kLanes, dim - d));
-    T rounded[kLanes];
+    W rounded[kLanes];
     store(rounded, load_n(x + d, n) * factor);
     store_n(out + d, load(rounded) * load_n(weight + d, n), n);
   }

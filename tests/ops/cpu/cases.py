@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ops.op_set import (
-    AttentionBatch,
-    AttentionSpec,
-    DecoderSpec,
-    DecoderStep,
-    DecoderWeights,
-    LayerWeights,
-)
+from ops.blocks.attention import Attention
+from ops.blocks.block import Block, DecoderStep, Norm
+from ops.blocks.dense_mlp import DenseMlp
+from ops.decoder import DecoderModel
+from ops.op_set import AttentionBatch, AttentionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,123 +65,164 @@ def rope_table(positions: int, dim: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1).float()
 
 
-TINY = DecoderSpec(
-    vocab_size=101,
-    hidden_size=48,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=80,
-    rms_eps=1e-5,
-    scale=0.25,
-    rotary_dim=16,
-    windows=(0, 0),
-    rope_layers=(True, True),
-)
-
-# What the families differ in, each as changes to `TINY` and to its layers.
+# A model in numbers, and what the families differ in as changes to them. What stands in a tuple is
+# per layer, so that the layers of one model differ.
+TINY: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "heads": (6, 6),
+    "kv_heads": (2, 2),
+    "head_dim": (16, 16),
+    "intermediate_size": (80, 80),
+    "eps": 1e-5,
+    "scale": 0.25,
+    "windows": (0, 0),
+    "rotary_dims": (16, 16),
+    "rope_interleaved": False,
+    "activations": ("silu", "silu"),
+    "soft_caps": (0.0, 0.0),
+    "qk_norm": False,
+    "pre_norms": True,
+    "post_norms": False,
+    "parallel": False,
+    "residual_scale": 1.0,
+    "embed_scale": 1.0,
+    "logit_scale": 1.0,
+    "logit_soft_cap": 0.0,
+    "sinks": False,
+    "bias": False,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": True},
     "gemma3": {
         "qk_norm": True,
         "post_norms": True,
-        "activation": "gelu_tanh",
+        "activations": ("gelu_tanh", "gelu_tanh"),
         "windows": (7, 0),
         "embed_scale": 6.5,
     },
     "gemma2": {
         "post_norms": True,
-        "activation": "gelu_tanh",
-        "attention_soft_cap": 2.0,
+        "activations": ("gelu_tanh", "gelu_tanh"),
+        "soft_caps": (2.0, 2.0),
         "logit_soft_cap": 1.5,
     },
     "granite": {"residual_scale": 0.3, "logit_scale": 0.2, "embed_scale": 3.0, "scale": 0.1},
-    "cohere": {"rope_interleaved": True, "activation": "gelu"},
-    "partial_rope": {"rotary_dim": 6, "rope_layers": (True, False)},
+    "gelu": {"rope_interleaved": True, "activations": ("gelu", "gelu")},
+    "partial_rope": {"rotary_dims": (6, 0)},
+    "olmo2": {"pre_norms": False, "post_norms": True},
+    "unlike_layers": {
+        "heads": (6, 4),
+        "kv_heads": (2, 4),
+        "head_dim": (16, 24),
+        "intermediate_size": (80, 32),
+        "windows": (0, 5),
+        "rotary_dims": (16, 8),
+        "activations": ("silu", "gelu"),
+        "soft_caps": (0.0, 3.0),
+    },
 }
 
 
-def tiny_spec(variant: str) -> DecoderSpec:
-    return replace(TINY, **VARIANTS[variant])
+def tiny_model(
+    ops: OpSet, dtype: torch.dtype, *, quantization: str | None = None, **changes: Any
+) -> DecoderModel:
+    """`TINY` with changes. Random weights, the same for every op set."""
+    shape = TINY | changes
+    rand, hidden = generator(7), shape["hidden_size"]
 
-
-def tiny_weights(
-    ops: OpSet,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    *,
-    sinks: bool = False,
-    bias: bool = False,
-    quantization: str | None = None,
-) -> DecoderWeights:
-    """Random weights, the same for every op set."""
-    rand = generator(7)
-
-    def tensor(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=rand) * scale).to(dtype)
+    def tensor(*sizes: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*sizes, generator=rand) * scale).to(dtype)
 
     def linear(n: int, k: int) -> Any:
         weight = tensor(n, k, scale=k**-0.5)
         added = tensor(n, scale=0.1)  # drawn always, so that every variant has the same weights
-        return ops.pack_linear(weight, added if bias else None, quantization=quantization)
+        return ops.pack_linear(weight, added if shape["bias"] else None, quantization=quantization)
 
-    def norm(n: int, wanted: bool = True) -> Tensor | None:
-        weight = 1 + tensor(n, scale=0.1)
-        return weight if wanted else None
+    def norm(size: int, wanted: bool = True) -> Norm | None:
+        weight = 1 + tensor(size, scale=0.1)
+        return Norm(weight, shape["eps"]) if wanted else None
 
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rope = rope_table(600, spec.rotary_dim)
-    weights = DecoderWeights(embedding=tensor(spec.vocab_size, spec.hidden_size))
-    for i in range(spec.num_layers):
-        sink = torch.randn(spec.num_heads, generator=rand)
-        weights.layers.append(
-            LayerWeights(
-                input_norm=norm(spec.hidden_size),
-                qkv=linear(q + 2 * kv, spec.hidden_size),
-                o=linear(spec.hidden_size, q),
-                post_attention_norm=norm(spec.hidden_size),
-                gate_up=linear(2 * spec.intermediate_size, spec.hidden_size),
-                down=linear(spec.hidden_size, spec.intermediate_size),
-                rope=rope if spec.rope_layers[i] else None,
-                attention=AttentionSpec(
-                    spec.scale,
-                    spec.windows[i],
-                    spec.attention_soft_cap,
-                    sink if sinks else None,
-                ),
-                q_norm=norm(spec.head_dim, spec.qk_norm),
-                k_norm=norm(spec.head_dim, spec.qk_norm),
-                attention_out_norm=norm(spec.hidden_size, spec.post_norms),
-                mlp_out_norm=norm(spec.hidden_size, spec.post_norms),
-            )
+    def block(mixer: Any, **options: Any) -> Block:
+        return Block(
+            mixer=mixer,
+            norm=norm(hidden, shape["pre_norms"]),
+            out_norm=norm(hidden, shape["post_norms"]),
+            residual_scale=shape["residual_scale"],
+            **options,
         )
-    weights.final_norm = norm(spec.hidden_size)
-    weights.lm_head = linear(spec.vocab_size, spec.hidden_size)
-    return weights
+
+    def attention(i: int) -> Attention:
+        heads, kv_heads, dim = (shape[name][i] for name in ("heads", "kv_heads", "head_dim"))
+        sinks = torch.randn(heads, generator=rand)
+        rotary_dim = shape["rotary_dims"][i]
+        return Attention(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            qkv=linear((heads + 2 * kv_heads) * dim, hidden),
+            o=linear(hidden, heads * dim),
+            spec=AttentionSpec(
+                shape["scale"],
+                shape["windows"][i],
+                shape["soft_caps"][i],
+                sinks if shape["sinks"] else None,
+            ),
+            rope=rope_table(600, rotary_dim) if rotary_dim else None,
+            rope_interleaved=shape["rope_interleaved"],
+            q_norm=norm(dim, shape["qk_norm"]),
+            k_norm=norm(dim, shape["qk_norm"]),
+        )
+
+    def mlp(i: int) -> DenseMlp:
+        inner = shape["intermediate_size"][i]
+        return DenseMlp(
+            intermediate_size=inner,
+            gate_up=linear(2 * inner, hidden),
+            down=linear(hidden, inner),
+            activation=shape["activations"][i],
+        )
+
+    embedding = tensor(shape["vocab_size"], hidden)
+    layers = tuple(
+        (block(attention(i)), block(mlp(i), parallel=shape["parallel"])) for i in range(2)
+    )
+    final_norm = norm(hidden)
+    assert final_norm is not None
+    return DecoderModel(
+        vocab_size=shape["vocab_size"],
+        hidden_size=hidden,
+        embedding=embedding,
+        layers=layers,
+        final_norm=final_norm,
+        lm_head=linear(shape["vocab_size"], hidden),
+        **{name: shape[name] for name in ("embed_scale", "logit_scale", "logit_soft_cap")},
+    )
 
 
-def empty_caches(spec: DecoderSpec, slots: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+def empty_caches(model: DecoderModel, slots: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
     """Pools full of NaN: what is read without having been written shows."""
-    shape = (slots, spec.num_kv_heads, spec.head_dim)
     return [
-        tuple(torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
-        for _ in range(spec.num_layers)
+        tuple(
+            torch.full((slots, *shape), float("nan"), dtype=dtype)
+            for shape in block.mixer.cache_shapes
+        )
+        for block in model.blocks
     ]
 
 
 def prefill_step(
-    spec: DecoderSpec, rows: list[tuple[int, int]], dtype: torch.dtype, seed: int = 0
+    model: DecoderModel, rows: list[tuple[int, int]], dtype: torch.dtype, seed: int = 0
 ) -> DecoderStep:
     """A step of rows (kv_len, new tokens) with random ids, logits of every token, empty caches."""
     batch, positions, slots, size = paged_batch(rows, 16)
     tokens = positions.shape[0]
     return DecoderStep(
-        input_ids=torch.randint(0, spec.vocab_size, (tokens,), generator=generator(seed)),
+        input_ids=torch.randint(0, model.vocab_size, (tokens,), generator=generator(seed)),
         positions=positions,
         slots=slots,
         attention=batch,
         logit_tokens=torch.arange(tokens),
-        caches=empty_caches(spec, size, dtype),
+        caches=empty_caches(model, size, dtype),
     )

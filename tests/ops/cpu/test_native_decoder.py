@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from ops.op_set import AttentionBatch, DecoderStep
+from ops.blocks.block import DecoderStep
+from ops.op_set import AttentionBatch
 from ops.reference import ReferenceOps
 from runtime.models.decoder import Decoder
 from tests.ops.cpu.cases import (
@@ -20,29 +21,45 @@ from tests.ops.cpu.cases import (
     generator,
     paged_batch,
     prefill_step,
-    tiny_spec,
-    tiny_weights,
+    tiny_model,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ops.cpu.native import NativeOps
-    from ops.op_set import CompiledDecoder, DecoderSpec
+    from ops.decoder import CompiledDecoder, DecoderModel
 
 ROWS = [(70, 70), (33, 33), (5, 5)]
 
 
 def prompt(row: int, length: int) -> Tensor:
-    return torch.randint(0, TINY.vocab_size, (length,), generator=generator(row))
+    return torch.randint(0, TINY["vocab_size"], (length,), generator=generator(row))
 
 
 def compiled(
-    ops: NativeOps, spec: DecoderSpec, dtype: torch.dtype, **options: bool | str
-) -> CompiledDecoder:
-    decoder = ops.compile(spec, tiny_weights(ops, spec, dtype, **options))  # type: ignore[arg-type]
+    ops: NativeOps, dtype: torch.dtype, **options: Any
+) -> tuple[DecoderModel, CompiledDecoder]:
+    model = tiny_model(ops, dtype, **options)
+    decoder = ops.compile(model)
     assert decoder is not None
-    return decoder
+    return model, decoder
+
+
+def exact(dtype: torch.dtype, **options: Any) -> Decoder:
+    """The reference in float32 on the weights that `tiny_model` has in another type."""
+    return Decoder(widened(tiny_model(ReferenceOps(), dtype, **options)), ReferenceOps())
+
+
+def widened(value: Any) -> Any:
+    """Every tensor of a model as float32."""
+    if isinstance(value, torch.Tensor):
+        return value.float()
+    if isinstance(value, tuple):
+        return tuple(widened(part) for part in value)
+    if is_dataclass(value):
+        return replace(value, **{f.name: widened(getattr(value, f.name)) for f in fields(value)})
+    return value
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
@@ -53,48 +70,23 @@ def test_logits_equal_the_reference(
 ) -> None:
     """Prefill of three rows; every token's logits. bfloat16 is compared with
     the same weights in float32: between the layers the native step rounds nothing."""
-    spec = tiny_spec(variant)
-    decoder = compiled(native, spec, dtype, sinks=extras, bias=extras)
-    weights = tiny_weights(ReferenceOps(), spec, dtype, sinks=extras, bias=extras)
-    exact = Decoder(spec, widened(weights), ReferenceOps())
-    step = prefill_step(spec, ROWS, dtype)
-    got = decoder(step)
-    want = exact(prefill_step(spec, ROWS, torch.float32))
+    options = VARIANTS[variant] | {"sinks": extras, "bias": extras}
+    model, decoder = compiled(native, dtype, **options)
+    got = decoder(prefill_step(model, ROWS, dtype))
+    want = exact(dtype, **options)(prefill_step(model, ROWS, torch.float32))
     # Scores and weights in bfloat16 (8 bits) through two layers; the logits are around 1.
     tolerance = 2e-5 if dtype == torch.float32 else 0.05
     assert float((got - want).abs().max()) <= tolerance * float(want.abs().max())
     assert torch.equal(got.isfinite(), torch.ones_like(got, dtype=torch.bool))
 
 
-def widened(weights):  # type: ignore[no-untyped-def]
-    """The reference's weights in float32."""
-    for layer in weights.layers:
-        for name in ("qkv", "o", "gate_up", "down"):
-            setattr(layer, name, _wide_pair(getattr(layer, name)))
-        for name in (
-            *("input_norm", "post_attention_norm", "q_norm", "k_norm"),
-            *("attention_out_norm", "mlp_out_norm"),
-        ):
-            norm = getattr(layer, name)
-            setattr(layer, name, None if norm is None else norm.float())
-    weights.embedding = weights.embedding.float()
-    weights.final_norm = weights.final_norm.float()
-    weights.lm_head = _wide_pair(weights.lm_head)
-    return weights
-
-
-def _wide_pair(packed: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    weight, bias = packed
-    return weight.float(), None if bias is None else bias.float()
-
-
 def run_in_chunks(
-    decoder: CompiledDecoder, dtype: torch.dtype, rows: list[int], chunk: int
+    model: DecoderModel, decoder: CompiledDecoder, dtype: torch.dtype, rows: list[int], chunk: int
 ) -> list[Tensor]:
     """Every token's logits of some of `ROWS`, computed together, at most `chunk` tokens of a row
     in a step; what comes before a chunk is read from the pool, like a cached prefix."""
     batch, _, _, size = paged_batch(ROWS, 16)
-    caches = empty_caches(TINY, size, dtype)
+    caches = empty_caches(model, size, dtype)
     logits: list[list[Tensor]] = [[] for _ in rows]
     for begin in range(0, max(ROWS[row][0] for row in rows), chunk):
         part = [(row, min(ROWS[row][0], begin + chunk)) for row in rows if ROWS[row][0] > begin]
@@ -127,25 +119,27 @@ def test_a_token_depends_on_its_sequence_alone_to_the_bit(
     native: NativeOps, dtype: torch.dtype, quantization: str | None
 ) -> None:
     """Together or alone, in one step, in chunks or token by token."""
-    decoder = compiled(native, TINY, dtype, quantization=quantization)  # type: ignore[arg-type]
-    together = run_in_chunks(decoder, dtype, [0, 1, 2], 100)
+    model, decoder = compiled(native, dtype, quantization=quantization)
+    together = run_in_chunks(model, decoder, dtype, [0, 1, 2], 100)
     for rows in ([0], [1], [2], [2, 0]):
         for chunk in (100, 1, 7, 16, 37):
-            for row, logits in zip(rows, run_in_chunks(decoder, dtype, rows, chunk), strict=True):
+            for row, logits in zip(
+                rows, run_in_chunks(model, decoder, dtype, rows, chunk), strict=True
+            ):
                 assert torch.equal(logits, together[row])
 
 
 def test_logits_of_some_tokens_are_those_of_all(native: NativeOps) -> None:
-    decoder = compiled(native, TINY, torch.bfloat16)
-    step = prefill_step(TINY, ROWS, torch.bfloat16)
+    model, decoder = compiled(native, torch.bfloat16)
+    step = prefill_step(model, ROWS, torch.bfloat16)
     every = decoder(step)
     picked = torch.tensor([107, 3, 3, 69, 0])
     assert torch.equal(decoder(replace(step, logit_tokens=picked)), every[picked])
 
 
 def test_a_step_without_logits_still_stores_keys_and_values(native: NativeOps) -> None:
-    decoder = compiled(native, TINY, torch.float32)
-    filled, other = (prefill_step(TINY, ROWS, torch.float32) for _ in range(2))
+    model, decoder = compiled(native, torch.float32)
+    filled, other = (prefill_step(model, ROWS, torch.float32) for _ in range(2))
     decoder(replace(filled, logit_tokens=torch.tensor([5])))
     nothing = torch.empty(0, dtype=torch.int64)
     assert decoder(replace(other, logit_tokens=nothing)).shape == (0, 101)
@@ -155,8 +149,8 @@ def test_a_step_without_logits_still_stores_keys_and_values(native: NativeOps) -
 
 
 def test_negative_slots_are_not_stored(native: NativeOps) -> None:
-    decoder = compiled(native, TINY, torch.float32)
-    step = prefill_step(TINY, [(20, 20)], torch.float32)
+    model, decoder = compiled(native, torch.float32)
+    step = prefill_step(model, [(20, 20)], torch.float32)
     written = step.slots.clone()
     written[[4, 19]] = -1
     decoder(replace(step, slots=written, logit_tokens=torch.empty(0, dtype=torch.int64)))
@@ -169,28 +163,64 @@ def test_negative_slots_are_not_stored(native: NativeOps) -> None:
 def test_quantized_logits_stay_near(native: NativeOps) -> None:
     logits = {}
     for quantization in (None, "int8", "int4"):
-        decoder = compiled(native, TINY, torch.float32, quantization=quantization)  # type: ignore[arg-type]
-        logits[quantization] = decoder(prefill_step(TINY, ROWS, torch.float32))
+        model, decoder = compiled(native, torch.float32, quantization=quantization)
+        logits[quantization] = decoder(prefill_step(model, ROWS, torch.float32))
     size_of = logits[None].norm()
     assert (logits["int8"] - logits[None]).norm() <= 0.05 * size_of
     assert (logits["int4"] - logits[None]).norm() <= 0.4 * size_of
 
 
+def test_more_logits_than_tokens(native: NativeOps) -> None:
+    """A token may be asked for more than once, so the later blocks may see more rows than tokens."""
+    model, decoder = compiled(native, torch.bfloat16)
+    step = prefill_step(model, [(2, 2)], torch.bfloat16)
+    once = decoder(step)
+    asked = torch.tensor([1, 0] * 40)
+    assert torch.equal(decoder(replace(step, logit_tokens=asked)), once[asked])
+
+
 @pytest.mark.parametrize(
-    "changes", [{"intermediate_size": 72}, {"head_dim": 12}], ids=["width", "head_dim"]
+    "changes",
+    [{"intermediate_size": (80, 72)}, {"head_dim": (12, 16)}, {"parallel": True}],
+    ids=["width", "head_dim", "parallel"],
 )
-def test_other_shapes_run_op_by_op(best: NativeOps, changes: dict[str, int]) -> None:
-    assert best.compile(replace(TINY, **changes), tiny_weights(best, TINY, torch.float32)) is None
+def test_what_has_no_compiled_form_runs_op_by_op(best: NativeOps, changes: dict[str, Any]) -> None:
+    changes |= {"rotary_dims": (8, 8)}
+    model = tiny_model(best, torch.float32, **changes)
+    decoder = Decoder(model, best)
+    assert decoder.compiled is None
+    got = decoder(prefill_step(model, ROWS, torch.float32))
+    want = exact(torch.float32, **changes)(prefill_step(model, ROWS, torch.float32))
+    assert float((got - want).abs().max()) <= 2e-5 * float(want.abs().max())
+
+
+def test_a_parallel_block_reads_what_the_block_before_it_read() -> None:
+    """Against the sum written out: x + attention(norm(x)) + mlp(norm(x))."""
+    ops = ReferenceOps()
+    model = tiny_model(ops, torch.float32, parallel=True)
+    step, again = (prefill_step(model, [(9, 9)], torch.float32) for _ in range(2))
+    x = model.embedding[step.input_ids]
+    for i, (first, second) in enumerate(model.layers):
+        assert first.norm is not None
+        assert second.norm is not None
+        attended = first.mixer.run(
+            ops.rms_norm(x, first.norm.weight, 1e-5), step.caches[2 * i], step, ops
+        )
+        x = (
+            x
+            + attended
+            + second.mixer.run(ops.rms_norm(x, second.norm.weight, 1e-5), (), step, ops)
+        )
+    want = ops.linear(ops.rms_norm(x, model.final_norm.weight, 1e-5), model.lm_head)
+    torch.testing.assert_close(Decoder(model, ops)(again), want)
 
 
 def test_float16_runs_op_by_op_on_torch(best: NativeOps) -> None:
-    weights = tiny_weights(best, TINY, torch.float16)
-    decoder = Decoder(TINY, weights, best)
+    model = tiny_model(best, torch.float16)
+    decoder = Decoder(model, best)
     assert decoder.compiled is None
-    exact = Decoder(
-        TINY, widened(tiny_weights(ReferenceOps(), TINY, torch.float16)), ReferenceOps()
-    )
     last = torch.tensor([69, 102, 107])
-    got = decoder(replace(prefill_step(TINY, ROWS, torch.float16), logit_tokens=last))
-    want = exact(replace(prefill_step(TINY, ROWS, torch.float32), logit_tokens=last))
+    got = decoder(replace(prefill_step(model, ROWS, torch.float16), logit_tokens=last))
+    step = replace(prefill_step(model, ROWS, torch.float32), logit_tokens=last)
+    want = exact(torch.float16)(step)
     assert float((got - want).abs().max()) <= 0.02 * float(want.abs().max())

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ops.cpu.native import NativeOps
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+HALF_ULP = 1.001 * 2**-8  # of bfloat16, and what sums in another order add
 WIDTHS = [1, 8, 15, 16, 17, 63, 576, 1000]
 
 
@@ -39,6 +40,17 @@ def test_add_rms_norm(native: NativeOps, dim: int, dtype: torch.dtype) -> None:
     got = native.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(residual, expected_residual)
     assert relative_error(got, want) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dim", [17, 576])
+def test_norms_with_float32_weights_round_the_result_alone(native: NativeOps, dim: int) -> None:
+    rand = generator()
+    weight = 1 + torch.randn(dim, generator=rand) * 0.01
+    x, residual = (torch.randn(5, dim, generator=rand).bfloat16() for _ in range(2))
+    exact = reference.rms_norm(x.float(), weight, 1e-5)
+    assert relative_error(native.rms_norm(x, weight, 1e-5), exact) <= HALF_ULP
+    exact = reference.rms_norm((x + residual).float(), weight, 1e-5)
+    assert relative_error(native.add_rms_norm(x, residual, weight, 1e-5), exact) <= HALF_ULP
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from ops.op_set import AttentionSpec, SamplingTensors
-from tests.ops.cpu.cases import TINY, paged_batch, prefill_step, tiny_weights
+from tests.ops.cpu.cases import paged_batch, prefill_step, tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ops.blocks.block import DecoderStep
     from ops.cpu.native import NativeOps
+    from ops.decoder import CompiledDecoder
 
 SPEC = AttentionSpec(0.125)
 
@@ -186,11 +188,18 @@ DECODER: dict[str, tuple[str, torch.Tensor, type[Exception], str]] = {
 }
 
 
+def tiny(ops: NativeOps) -> tuple[DecoderStep, CompiledDecoder]:
+    """A compiled model, and a step that it takes."""
+    model = tiny_model(ops, torch.float32)
+    decoder = ops.compile(model)
+    assert decoder is not None
+    step = prefill_step(model, [(2, 2)], torch.float32)
+    return replace(step, logit_tokens=torch.tensor([1])), decoder
+
+
 @pytest.mark.parametrize("case", DECODER)
 def test_decoder_step(best: NativeOps, case: str) -> None:
-    decoder = best.compile(TINY, tiny_weights(best, TINY, torch.float32))
-    assert decoder is not None
-    good = replace(prefill_step(TINY, [(2, 2)], torch.float32), logit_tokens=torch.tensor([1]))
+    good, decoder = tiny(best)
     name, value, error, message = DECODER[case]
     decoder(good)
     with pytest.raises(error, match=message):
@@ -198,18 +207,20 @@ def test_decoder_step(best: NativeOps, case: str) -> None:
 
 
 def test_weights_of_another_shape_do_not_compile(best: NativeOps) -> None:
-    weights = tiny_weights(best, TINY, torch.float32)
-    weights.layers[1].down = best.pack_linear(torch.zeros(48, 96))
+    model = tiny_model(best, torch.float32)
+    first, (attention, mlp) = model.layers
+    wrong = replace(mlp.mixer, down=best.pack_linear(torch.zeros(48, 96)))
+    layers = (first, (attention, replace(mlp, mixer=wrong)))
     with pytest.raises(ValueError, match=r"down: weight \[48, 96\], expected \[48, 80\]"):
-        best.compile(TINY, weights)
+        best.compile(replace(model, layers=layers))
 
 
 def test_pools_of_another_shape_are_refused(best: NativeOps) -> None:
-    decoder = best.compile(TINY, tiny_weights(best, TINY, torch.float32))
-    assert decoder is not None
-    step = prefill_step(TINY, [(2, 2)], torch.float32)
-    (k, v), second = step.caches
-    with pytest.raises(ValueError, match="one per layer, 2"):
-        decoder(replace(step, caches=[(k, v)]))
-    with pytest.raises(ValueError, match=r"caches\[1\]\[1\]"):
-        decoder(replace(step, caches=[(k, v), (second[0], second[1][1:])]))
+    step, decoder = tiny(best)
+    attention, mlp, (k, v), last = step.caches
+    with pytest.raises(ValueError, match="one per block, 4"):
+        decoder(replace(step, caches=[attention]))
+    with pytest.raises(ValueError, match=r"caches\[2\]: 1 tensors, expected 2"):
+        decoder(replace(step, caches=[attention, mlp, (k,), last]))
+    with pytest.raises(ValueError, match=r"caches\[2\]\[1\]"):
+        decoder(replace(step, caches=[attention, mlp, (k, v[1:]), last]))

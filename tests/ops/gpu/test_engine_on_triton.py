@@ -12,7 +12,7 @@ from runtime.execution.cuda_graph_runner import CudaGraphRunner
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 from tests.ops.gpu.eager_recorder import EagerRecorder
-from tests.ops.gpu.tiny_decoder import PAGE_SIZE, SPEC, make_device, make_runner
+from tests.ops.gpu.tiny_decoder import PAGE_SIZE, VOCAB_SIZE, make_device, make_runner
 from tests.runtime.execution.drivers import Run, request, run
 
 pytestmark = [
@@ -72,4 +72,4 @@ def test_greedy_tokens_equal_those_of_the_cpu_ops(overlap: bool, graphs: bool) -
         tokens = {name: output.token_ids for name, output in want.outputs.items()}
         assert {name: output.token_ids for name, output in got.outputs.items()} == tokens
         assert all(len(ids) == 6 for ids in tokens.values())
-        assert all(0 <= token < SPEC.vocab_size for ids in tokens.values() for token in ids)
+        assert all(0 <= token < VOCAB_SIZE for ids in tokens.values() for token in ids)

@@ -28,7 +28,7 @@ from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
 from runtime.scheduling.schedule_batch import ScheduleBatch
-from tests.ops.gpu.tiny_decoder import SPEC, make_device, make_runner
+from tests.ops.gpu.tiny_decoder import VOCAB_SIZE, make_device, make_runner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -150,7 +150,7 @@ def test_a_step_neither_waits_nor_mixes_devices(
     assert batch.kind == kind
     masks = None
     if sampling is EVERYTHING:
-        words = (SPEC.vocab_size + 31) // 32
+        words = (VOCAB_SIZE + 31) // 32
         masks = SampleMasks([1], np.full((1, words), -1, dtype=np.int32))
     model_step = ModelStep(runner, batch)
     model_step.forward()
@@ -165,7 +165,7 @@ def test_a_step_neither_waits_nor_mixes_devices(
 def test_what_a_graph_captures_neither_waits_nor_mixes_devices(runner: ModelRunner) -> None:
     rows = torch.zeros(8, dtype=torch.int32, device="cuda")
     logits = runner.decode_logits(rows, torch.ones_like(rows), 256)
-    assert logits.shape == (8, SPEC.vocab_size)
+    assert logits.shape == (8, VOCAB_SIZE)
     assert (logits.device.type, logits.dtype) == ("cuda", torch.float32)
 
 

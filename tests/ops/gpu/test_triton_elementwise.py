@@ -58,6 +58,18 @@ def test_add_rms_norm_changes_the_residual(dtype: torch.dtype) -> None:
     close(residual, expected_residual)
 
 
+def test_norms_with_float32_weights_round_the_result_alone() -> None:
+    """In float16, to which the interpreter rounds like a GPU."""
+    weight = 1 + 0.01 * randn(576, dtype=torch.float32)
+    x, residual = (randn(3, 576, dtype=torch.float16, seed=seed) for seed in (1, 2))
+    half_ulp = {"rtol": 1.002 * 2**-11, "atol": 2**-24}
+    exact = reference.rms_norm(x.float(), weight, 1e-5)
+    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-5).float(), exact, **half_ulp)
+    exact = reference.rms_norm((x + residual).float(), weight, 1e-5)
+    got = OPS.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(got.float(), exact, **half_ulp)
+
+
 def test_norms_of_no_tokens() -> None:
     x = torch.empty(0, 64)
     assert OPS.rms_norm(x, torch.ones(64), 1e-5).shape == (0, 64)

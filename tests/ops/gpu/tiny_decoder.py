@@ -6,28 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ops.op_set import AttentionSpec, DecoderSpec, DecoderWeights, LayerWeights
+from ops.blocks.attention import Attention
+from ops.blocks.block import Block, Norm
+from ops.blocks.dense_mlp import DenseMlp
+from ops.decoder import DecoderModel
+from ops.op_set import AttentionSpec
 from runtime.execution.device import Device
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.models.decoder import Decoder
 
 if TYPE_CHECKING:
+    from ops.blocks.block import Mixer
     from ops.op_set import OpSet
 
-SPEC = DecoderSpec(
-    vocab_size=211,
-    hidden_size=48,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=80,
-    rms_eps=1e-5,
-    scale=0.25,
-    rotary_dim=16,
-    windows=(0, 24),
-    qk_norm=True,
-)
+VOCAB_SIZE, HIDDEN_SIZE, INTERMEDIATE_SIZE = 211, 48, 80
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+WINDOWS = (0, 24)  # by layer
 PAGE_SIZE = 4
 
 
@@ -45,7 +39,7 @@ def make_device(ops: OpSet, where: str = "cpu") -> Device:
     )
 
 
-def make_weights(ops: OpSet, where: str = "cpu", *, context_length: int = 256) -> DecoderWeights:
+def make_model(ops: OpSet, where: str = "cpu", *, context_length: int = 256) -> DecoderModel:
     """The same random weights for every op set; a window in one layer and sinks in the other."""
     generator = torch.Generator().manual_seed(7)
 
@@ -56,37 +50,47 @@ def make_weights(ops: OpSet, where: str = "cpu", *, context_length: int = 256) -
     def linear(rows: int, columns: int) -> Any:
         return ops.pack_linear(matrix(rows, columns))
 
-    def norm(size: int) -> torch.Tensor:
+    def vector(size: int) -> torch.Tensor:
         return (1 + 0.1 * torch.randn(size, generator=generator)).to(where)
 
-    spec = SPEC
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    frequencies = 10000.0 ** (-torch.arange(0, spec.rotary_dim, 2) / spec.rotary_dim)
+    def norm(size: int) -> Norm:
+        return Norm(vector(size), 1e-5)
+
+    frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = torch.arange(context_length)[:, None] * frequencies
     rope = torch.cat((angles.cos(), angles.sin()), dim=-1).to(where)
-    embedding = matrix(spec.vocab_size, spec.hidden_size) * 7
-    layers = [
-        LayerWeights(
-            input_norm=norm(spec.hidden_size),
-            qkv=linear(q_size + 2 * kv_size, spec.hidden_size),
-            o=linear(spec.hidden_size, q_size),
-            post_attention_norm=norm(spec.hidden_size),
-            gate_up=linear(2 * spec.intermediate_size, spec.hidden_size),
-            down=linear(spec.hidden_size, spec.intermediate_size),
+
+    def attention(window: int) -> Attention:
+        return Attention(
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN_SIZE),
+            o=linear(HIDDEN_SIZE, HEADS * HEAD_DIM),
+            spec=AttentionSpec(0.25, window=window, sinks=None if window else vector(HEADS)),
             rope=rope,
-            attention=AttentionSpec(
-                spec.scale, window=window, sinks=None if window else norm(spec.num_heads)
-            ),
-            q_norm=norm(spec.head_dim),
-            k_norm=norm(spec.head_dim),
+            q_norm=norm(HEAD_DIM),
+            k_norm=norm(HEAD_DIM),
         )
-        for window in spec.windows
-    ]
-    return DecoderWeights(
-        embedding=embedding,
-        layers=layers,
-        final_norm=norm(spec.hidden_size),
-        lm_head=linear(spec.vocab_size, spec.hidden_size),
+
+    def mlp() -> DenseMlp:
+        return DenseMlp(
+            intermediate_size=INTERMEDIATE_SIZE,
+            gate_up=linear(2 * INTERMEDIATE_SIZE, HIDDEN_SIZE),
+            down=linear(HIDDEN_SIZE, INTERMEDIATE_SIZE),
+            activation="silu",
+        )
+
+    def block(mixer: Mixer) -> Block:
+        return Block(mixer=mixer, norm=norm(HIDDEN_SIZE))
+
+    return DecoderModel(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        embedding=matrix(VOCAB_SIZE, HIDDEN_SIZE) * 7,
+        layers=tuple((block(attention(window)), block(mlp())) for window in WINDOWS),
+        final_norm=norm(HIDDEN_SIZE),
+        lm_head=linear(VOCAB_SIZE, HIDDEN_SIZE),
     )
 
 
@@ -97,5 +101,5 @@ def make_runner(
     sizes = RunnerSizes(
         page_size=PAGE_SIZE, total_tokens=total_tokens, rows=rows, context_length=256
     )
-    weights = make_weights(device.ops, str(device.torch_device))
-    return ModelRunner(device, Decoder(SPEC, weights, device.ops), sizes, **options)
+    model = make_model(device.ops, str(device.torch_device))
+    return ModelRunner(device, Decoder(model, device.ops), sizes, **options)

@@ -18,7 +18,7 @@ from runtime.request import Request, SamplingParams
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.ops.gpu.eager_recorder import EagerRecorder
 from tests.ops.gpu.interpreter import patch_loop_bounds
-from tests.ops.gpu.tiny_decoder import PAGE_SIZE, SPEC, make_device, make_runner
+from tests.ops.gpu.tiny_decoder import PAGE_SIZE, VOCAB_SIZE, make_device, make_runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,9 +47,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
         count = -(-kv_len // PAGE_SIZE)
         runner.memory.block_table.pages[row, :count] = torch.tensor(pages[:count])
         del pages[:count]
-    runner.memory.next_tokens.copy_(
-        torch.randint(0, SPEC.vocab_size, (ROWS + 1,), generator=generator)
-    )
+    runner.memory.next_tokens.copy_(torch.randint(0, VOCAB_SIZE, (ROWS + 1,), generator=generator))
     yield runner
     runner.close()
 

@@ -24,7 +24,7 @@ from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.execution.staging import Staging
 from runtime.request import Request, SamplingParams
 from runtime.scheduling.schedule_batch import ScheduleBatch
-from tests.ops.gpu.tiny_decoder import PAGE_SIZE, SPEC, make_device, make_runner
+from tests.ops.gpu.tiny_decoder import PAGE_SIZE, VOCAB_SIZE, make_device, make_runner
 
 DEVICE = make_device(CpuOps())
 
@@ -43,7 +43,7 @@ def random_batch(draw: random.Random, kind: str) -> ScheduleBatch:
             batch.table_rows.append(row)
             batch.table_indices.append(index)
             batch.table_pages.append(pages.pop())
-        ids = array("i", draw.choices(range(SPEC.vocab_size), k=new))
+        ids = array("i", draw.choices(range(VOCAB_SIZE), k=new))
         batch.requests.append(Request(f"r{i}", ids, SamplingParams(temperature=0.0), 0.0))
         batch.rows.append(row)
         batch.prefix_lens.append(start)
@@ -61,7 +61,7 @@ def fresh_memory(seed: int) -> StepMemory:
     runner = make_runner(DEVICE)
     runner.close()
     generator = torch.Generator().manual_seed(seed)
-    runner.memory.next_tokens.random_(SPEC.vocab_size, generator=generator)
+    runner.memory.next_tokens.random_(VOCAB_SIZE, generator=generator)
     return runner.memory
 
 
@@ -156,7 +156,7 @@ class InstantGraphs:
         return True
 
     def replay(self, rows: torch.Tensor, kv_lens: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(rows.shape[0], SPEC.vocab_size)
+        return torch.zeros(rows.shape[0], VOCAB_SIZE)
 
 
 def test_a_replayed_step_makes_nothing_but_what_the_graph_and_the_sampler_read() -> None:

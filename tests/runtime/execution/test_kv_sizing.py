@@ -12,10 +12,11 @@ from runtime.errors import ConfigError
 from runtime.execution.build import _capture_graphs, _total_tokens
 from runtime.execution.device import Device
 from runtime.execution.kv_pool import bytes_per_token
-from tests.ops.gpu.tiny_decoder import SPEC, make_device, make_runner
+from tests.ops.gpu.tiny_decoder import make_device, make_model, make_runner
 
 # 2 layers of 2 heads of 16 floats, K and V: 512 bytes.
 PER_TOKEN = 512
+MODEL = make_model(CpuOps())
 
 
 class Gpu(Device):
@@ -32,20 +33,20 @@ def gpu(budget_bytes: int) -> Gpu:
 
 def test_the_pool_takes_what_the_budget_leaves_in_whole_pages() -> None:
     device = gpu(100_000 + 5_000 * PER_TOKEN + 17)
-    assert bytes_per_token(SPEC, device.dtype) == PER_TOKEN
-    assert _total_tokens(RunnerConfig(), device, SPEC, page_size=16) == 4992  # 312 pages
-    assert _total_tokens(RunnerConfig(), device, SPEC, page_size=1) == 5000
+    assert bytes_per_token(MODEL, device.dtype) == PER_TOKEN
+    assert _total_tokens(RunnerConfig(), device, MODEL, page_size=16) == 4992  # 312 pages
+    assert _total_tokens(RunnerConfig(), device, MODEL, page_size=1) == 5000
 
 
 def test_an_option_wins_over_what_would_fit() -> None:
     config = RunnerConfig(max_total_tokens=160)
-    assert _total_tokens(config, gpu(10**9), SPEC, page_size=16) == 160
+    assert _total_tokens(config, gpu(10**9), MODEL, page_size=16) == 160
 
 
 @pytest.mark.parametrize("budget", [50_000, 100_000 + 1023 * PER_TOKEN])
 def test_too_little_memory_is_an_error_with_the_numbers(budget: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        _total_tokens(RunnerConfig(mem_fraction_static=0.5), gpu(budget), SPEC, page_size=16)
+        _total_tokens(RunnerConfig(mem_fraction_static=0.5), gpu(budget), MODEL, page_size=16)
     message = str(caught.value)
     assert message.startswith("mem_fraction_static 0.5:")
     for number in (budget, 100_000, max(0, budget - 100_000), PER_TOKEN):

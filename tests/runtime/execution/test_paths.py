@@ -233,8 +233,7 @@ def test_a_request_whose_logits_are_nan_ends_alone(folder: Path, model: PreTrain
         model=str(folder), device="cpu", max_total_tokens=POOL, cpu_kernels="torch"
     )
     runner, _ = build_runner(config, page_size=4, max_running_requests=16)
-    runner.decoder.weights.embedding = runner.decoder.weights.embedding.clone()
-    runner.decoder.weights.embedding[7] = math.nan
+    runner.decoder.model.embedding[7] = math.nan
     sampling = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
     good, bad = random_tokens(19), [9, 7, 9]
     batch = scheduler()

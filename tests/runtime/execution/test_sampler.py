@@ -12,6 +12,7 @@ import torch
 
 from ops.op_set import SamplingTensors
 from ops.reference import ReferenceOps, adjust_logits
+from runtime.execution.forward_batch import SampledRows
 from runtime.execution.sampler import Sampler
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
@@ -67,12 +68,12 @@ class Bench:
             sample_positions=array("i", [len(r.input_ids) + len(r.output_ids) for r in requests]),
             output_counts=array("i", [len(r.output_ids) for r in requests]),
         )
-        forward = SimpleNamespace(
-            sampled_rows=torch.tensor([row for row, _ in rows]),
-            sample_positions=torch.tensor(list(batch.sample_positions)),
+        which = SampledRows(
+            rows=torch.tensor([row for row, _ in rows]),
+            positions=torch.tensor(list(batch.sample_positions)),
         )
         self.sampler.take_over(batch)
-        sampled = self.sampler.sample(batch, forward, logits, masks)
+        sampled = self.sampler.sample(batch, which, logits, masks)
         ids = sampled.token_ids.tolist()
         for item, token in zip(requests, ids, strict=True):
             item.output_ids.append(token)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.runtime.models.tiny_models import (
     Probe,
@@ -114,3 +115,19 @@ def test_a_head_dimension_without_a_kernel_runs_in_plain_torch(
     (got,) = Probe(runner).step({1: (0, tokens)})
     runner.close()
     torch.testing.assert_close(got, expected_logits(model, tokens), atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_gemmas_norms_are_one_plus_the_stored_weight_unrounded(name: str, tmp_path: Path) -> None:
+    """1 + w in bfloat16 would lose up to eight bits of w."""
+    model_type, special = FAMILIES[name]
+    make_model(tmp_path, model_type, **special).bfloat16().save_pretrained(tmp_path)
+    runner = open_runner(tmp_path, dtype="bfloat16")
+    runner.close()
+    stored = load_file(tmp_path / "model.safetensors")
+    model = runner.decoder.model
+    assert torch.equal(model.final_norm.weight, 1 + stored["model.norm.weight"].float())
+    attention, _ = model.layers[2]
+    assert attention.out_norm is not None
+    want = 1 + stored["model.layers.2.post_attention_layernorm.weight"].float()
+    assert torch.equal(attention.out_norm.weight, want)

@@ -1,0 +1,65 @@
+"""Causal self-attention over paged keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ops.blocks.block import DecoderStep, Norm, Weight
+    from ops.op_set import AttentionSpec, OpSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Grouped-query attention: q, k and v, rotary positions, the KV pool, softmax, o.
+
+    Args:
+        heads, kv_heads, head_dim: heads is a multiple of kv_heads.
+        qkv: linear, H -> [q heads | k heads | v heads]. o: linear, q heads -> H.
+        spec: scale, window, soft cap and sinks.
+        rope: [max_positions, R] float32, cosines in the first half of a row and sines in the
+            second, R at most head_dim; None: no rotary positions.
+        q_norm, k_norm: of each head, before the rotary positions.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv: Weight
+    o: Weight
+    spec: AttentionSpec
+    rope: Weight | None
+    rope_interleaved: bool = False
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+    @property
+    def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """K and V."""
+        return ((self.kv_heads, self.head_dim),) * 2
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of q, k and v in what `qkv` gives."""
+        kv = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, kv, kv
+
+    def run(self, x: Tensor, cache: tuple[Tensor, ...], step: DecoderStep, ops: OpSet) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim))  # [T, heads of the part, D]
+            for part in ops.linear(x, self.qkv).split(self.widths, dim=-1)
+        )
+        if self.q_norm is not None:
+            q = ops.rms_norm(q, self.q_norm.weight, self.q_norm.eps)
+        if self.k_norm is not None:
+            k = ops.rms_norm(k, self.k_norm.weight, self.k_norm.eps)
+        if self.rope is not None:
+            ops.rotary(q, k, step.positions, self.rope, interleaved=self.rope_interleaved)
+        k_pool, v_pool = cache
+        ops.store_kv(k, v, k_pool, v_pool, step.slots)
+        attend = ops.decode_attention if step.attention.max_q_len == 1 else ops.extend_attention
+        out = attend(q, k_pool, v_pool, step.attention, self.spec)
+        return ops.linear(out.flatten(1), self.o)

@@ -1,0 +1,113 @@
+"""Where a model's weights stand in a checkpoint.
+
+A family describes a model by the same records that a loaded model is made of (`ops.blocks`), with
+a `Source` wherever those hold a weight. Loading replaces each source by what its `load` returns.
+Names are those below the layer ("self_attn.o_proj"), so layers that are alike share a description.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from ops.op_set import OpSet
+
+
+class WeightReader(Protocol):
+    """The checkpoint as a source sees it, at one layer.
+
+    Args:
+        ops: packs weights. quantization: what `OpSet.pack_linear` takes, None for none.
+        context_length: tokens of the longest sequence that is served.
+    """
+
+    ops: OpSet
+    quantization: str | None
+    context_length: int
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the layer, on the device in the model's type.
+
+        Raises: ModelError: there is none, or it has another shape or no float type.
+        """
+        ...
+
+    def shared(self, source: Source, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gave for this source at the layer that came first, on the device."""
+        ...
+
+
+class Source:
+    """Something to read from a checkpoint."""
+
+    __slots__ = ()
+
+    def load(self, reader: WeightReader) -> Any:
+        """What stands in the loaded model. Raises: ModelError: see `WeightReader.take`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Vector(Source):
+    """A norm's weight [size].
+
+    Args:
+        offset: added to what is stored; the sum stays float32, as Gemma's code has it.
+    """
+
+    name: str
+    size: int
+    offset: float = 0.0
+
+    def load(self, reader: WeightReader) -> Tensor:
+        weight = reader.take(f"{self.name}.weight", (self.size,))
+        return weight.to(torch.float32) + self.offset if self.offset else weight
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Source):
+    """A linear layer, packed by the op set.
+
+    Args:
+        names: tensors that are stacked one below the other; one name takes the whole stack.
+        outputs: rows of each part.
+        quantized: by the serve option, where it asks for it.
+    """
+
+    names: tuple[str, ...]
+    outputs: tuple[int, ...]
+    inputs: int
+    bias: bool = False
+    quantized: bool = True
+
+    def load(self, reader: WeightReader) -> Any:
+        weight = self.read(reader, ".weight", self.inputs)
+        bias = self.read(reader, ".bias") if self.bias else None
+        quantization = reader.quantization if self.quantized else None
+        return reader.ops.pack_linear(weight, bias, quantization=quantization)
+
+    def read(self, reader: WeightReader, suffix: str, *columns: int) -> Tensor:
+        """The stack [sum of outputs, *columns], not packed."""
+        if len(self.names) == 1:
+            return reader.take(self.names[0] + suffix, (sum(self.outputs), *columns))
+        parts = zip(self.names, self.outputs, strict=True)
+        return torch.cat([reader.take(name + suffix, (rows, *columns)) for name, rows in parts])
+
+
+def loaded(described: Any, reader: WeightReader) -> Any:
+    """The description with every source in it replaced by what it loads."""
+    if isinstance(described, Source):
+        return described.load(reader)
+    if isinstance(described, tuple):
+        return tuple(loaded(part, reader) for part in described)
+    if is_dataclass(described) and not isinstance(described, type):
+        parts = {field.name: getattr(described, field.name) for field in fields(described)}
+        return replace(described, **{name: loaded(part, reader) for name, part in parts.items()})
+    return described
