@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import orjson
 from aiohttp import web
 
-from runtime.errors import InvalidRequest
 from server.api import (
     admin,
     chat,
@@ -33,6 +32,7 @@ from server.service import REQUEST_ID, SERVICE, Service, json_response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from typing import Any
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -60,6 +60,17 @@ def make_app(service: Service) -> web.Application:
     for protocol in PROTOCOLS:
         app.add_routes(protocol.ROUTES)
     return app
+
+
+def app_runner(service: Service, **options: Any) -> web.AppRunner:
+    """What serves the application. options: further ones of aiohttp's runner."""
+    return web.AppRunner(
+        make_app(service),
+        handler_cancellation=True,  # a client that leaves must free its slots
+        access_log=None,
+        auto_decompress=False,  # incoming.py does, and answers in JSON where it cannot
+        **options,
+    )
 
 
 @web.middleware
@@ -134,6 +145,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         _check_key(request, service.config.api_key)
         if service.draining and request.method == "POST":
             raise Draining("the server is shutting down and takes no new requests")
+    _check_origin(request, service.config.cors_allow_origins)
     if request.can_read_body:
         try:
             async with asyncio.timeout(service.config.body_timeout):
@@ -141,11 +153,6 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         except TimeoutError:
             raise web.HTTPRequestTimeout(
                 text=f"the body did not arrive within {service.config.body_timeout:g} s"
-            ) from None
-        except web.RequestPayloadError:
-            encoding = request.headers.get("Content-Encoding", "identity")
-            raise InvalidRequest(
-                f"body: cannot be decoded as its Content-Encoding {encoding!r} says"
             ) from None
     return await handler(request)
 
@@ -165,23 +172,45 @@ def _check_key(request: web.Request, key: str | None) -> None:
         raise Unauthorized("the API key is wrong")
 
 
+def _check_origin(request: web.Request, allowed: str) -> None:
+    """A page of an origin that is not allowed may order nothing.
+
+    Browsers ask first before they send JSON to another origin, and are not allowed to; what they
+    send without asking (forms, plain text, an empty body) must not be taken for an order.
+
+    Raises: web.HTTPUnsupportedMediaType.
+    """
+    origin = request.headers.get("Origin")
+    if origin is None or request.method in ("GET", "HEAD", "OPTIONS"):
+        return
+    own = origin.partition("://")[2] == request.host
+    if own or _allowed_origin(origin, allowed) or request.content_type == "application/json":
+        return
+    raise web.HTTPUnsupportedMediaType(
+        text=f"requests of the origin {origin[:100]} must have the Content-Type application/json"
+    )
+
+
+def _allowed_origin(origin: str, allowed: str) -> str | None:
+    """What Access-Control-Allow-Origin says to an origin; None: nothing."""
+    names = [one.strip() for one in allowed.split(",")]
+    return "*" if "*" in names else origin if origin in names else None
+
+
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Headers of every answer, streams included: the request's id, and CORS where it is on."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     if IGNORED in request:
         response.headers[IGNORED_HEADER] = request[IGNORED]
-    origins = request.app[SERVICE].config.cors_allow_origins
     origin = request.headers.get("Origin")
-    if not origins or origin is None:
+    if origin is None:
         return
-    allowed = [one.strip() for one in origins.split(",")]
-    if "*" in allowed:
-        response.headers["Access-Control-Allow-Origin"] = "*"
-    elif origin in allowed:
-        response.headers["Access-Control-Allow-Origin"] = origin
+    allowed = _allowed_origin(origin, request.app[SERVICE].config.cors_allow_origins)
+    if allowed is None:
+        return
+    response.headers["Access-Control-Allow-Origin"] = allowed
+    if allowed != "*":
         response.headers["Vary"] = "Origin"
-    else:
-        return
     response.headers.update(_CORS_HEADERS)
     response.headers["Access-Control-Expose-Headers"] = (
         f"X-Request-Id, Retry-After, {IGNORED_HEADER}"

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import uvloop
-from aiohttp import web
 
 from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError, LoomserveError
 from runtime.scheduling.scheduler import Scheduler
-from server.app import make_app
+from server.app import app_runner
 from server.formats.model_format import ModelFormat
 from server.generation.engine import Engine
 from server.generation.generator import Generator
@@ -180,19 +179,17 @@ async def serve(
 ) -> None:
     """Answers on the sockets until SIGTERM or SIGINT, then drains and closes what it served."""
     service.engine.start()
-    app_runner = web.AppRunner(
-        make_app(service),
-        handler_cancellation=True,  # a client that leaves must free its slots
-        access_log=None,
+    runner = app_runner(
+        service,
         keepalive_timeout=service.config.idle_timeout,
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
-    await app_runner.setup()
+    await runner.setup()
     stop = asyncio.Event()
     _on_signals(stop)
     loop = asyncio.get_running_loop()
-    assert app_runner.server is not None
-    factory = service.connections.guard(app_runner.server)
+    assert runner.server is not None
+    factory = service.connections.guard(runner.server)
     servers = [
         await loop.create_server(factory, sock=sock, ssl=tls, backlog=BACKLOG) for sock in sockets
     ]
@@ -202,7 +199,7 @@ async def serve(
     for server in servers:
         server.close()
     await service.engine.stop()
-    await app_runner.cleanup()
+    await runner.cleanup()
     service.model_format.close()
     service.tokenizer.close()
     service.engine.runner.close()

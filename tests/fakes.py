@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from tokenizers import decoders, models, pre_tokenizers
 
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.sim_runner import SimRunner
-from server.app import make_app
+from server.app import app_runner
 from server.args import ServerConfig
 from server.http.sockets import base_url, listen
 from server.launcher import Parts, make_service
@@ -157,7 +157,7 @@ async def fake_server(
     """A server on a free port, and a client. options: of `make_fake_service`."""
     service = service or make_fake_service(**options)
     service.engine.start()
-    runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None)
+    runner = app_runner(service)
     await runner.setup()
     (sock,) = listen("127.0.0.1", 0)
     url = base_url([sock], tls=tls is not None)

@@ -43,15 +43,13 @@ class Head:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    body = {
+    return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **usage.waited(),
     }
-    if usage.wait_seconds is not None:
-        body["wait_seconds"] = usage.wait_seconds
-    return body
 
 
 def _closing(head: Head, generation: Generation) -> bytes:

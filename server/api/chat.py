@@ -24,6 +24,7 @@ from server.service import REQUEST_ID, SERVICE, new_id
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from server.formats.tools import ToolRequest
     from server.generation.params import ApiLimits, GenerationParams
     from server.grammars.output_rules import OutputRule
     from server.service import Service
@@ -148,7 +149,7 @@ class ChatBody(LastMessageFields, OpenAIFields):
         params = self.params(limits, self.max_completion_tokens, logprobs=logprobs)
         return Chat(
             messages=messages,
-            tools=offered(self.tools, self.tool_choice, self.parallel_tool_calls),
+            tools=parse_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls),
             render=self.render(messages, self.reasoning_effort),
             rules=self.rules(),
             params=replace(params, n=self.n, best_of=self.n, include_usage=self.include_usage),
@@ -167,15 +168,10 @@ class Chat:
     """
 
     messages: list[dict[str, Any]]
-    tools: Any = None
+    tools: ToolRequest | None = None
     render: dict[str, Any] = field(default_factory=dict)
     rules: list[OutputRule] = field(default_factory=list)
     params: GenerationParams
-
-
-def offered(tools: list[Any] | None, choice: Any, parallel: bool) -> Any:
-    """The tools of a chat, in OpenAI's form, that may be called."""
-    return parse_tools({"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel})
 
 
 @dataclass(frozen=True, slots=True)

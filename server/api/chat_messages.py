@@ -5,8 +5,14 @@ The declarations say what is taken; `server.formats` makes of it what templates 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from runtime.errors import wrong
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
 from server.api.kinds import Boolean, Checked, Choice, Either, Items, JsonObject, Text
+
+if TYPE_CHECKING:
+    from server.generation.params import ApiLimits
 
 ONLY_TEXT = "the model reads text parts alone"
 NAME = Text(pattern="[A-Za-z0-9_.-]{1,64}", form="1 to 64 letters, digits, _, - or .")
@@ -80,6 +86,12 @@ class AssistantMessage(Message):
         Text(), "what was thought", names=("reasoning_content", "reasoning", "thinking")
     )
     unserved = refused("the model reads and writes text alone", "audio")
+
+    def check(self, where: str, limits: ApiLimits) -> None:
+        """It may do without content where it calls tools, thinks or refuses."""
+        said = (self.refusal, self.tool_calls, self.function_call, self.reasoning_content)
+        if self.content is None and not any(said):
+            raise wrong(f"{where}.content", None, CONTENT.allowed(limits))
 
 
 class ToolMessage(Message):

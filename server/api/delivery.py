@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from server.http.errors import error_answer, internal_error
-from server.http.sse import EventStream, SlowReader
+from server.http.sse import EventStream
 from server.service import SERVICE, json_response
 
 if TYPE_CHECKING:
@@ -36,17 +36,26 @@ async def send(request: web.Request, generation: Generation, answer: Answer) -> 
         return json_response(await answer.whole())
     out = EventStream(request, request.app[SERVICE].config.slow_reader_timeout)
     try:
+        await _stream(request, generation, answer, out)
+        return await out.end()
+    except ConnectionError:
+        return out.response  # nobody is there to be told; leaving aborts what still runs
+
+
+async def _stream(
+    request: web.Request, generation: Generation, answer: Answer, out: EventStream
+) -> None:
+    try:
         async for delta in generation:
             await out.send(answer.events(delta))
         await out.send(answer.closing())
-    except (ConnectionError, SlowReader):
-        return out.response  # nobody is there to be told; leaving aborts what still runs
+    except ConnectionError:
+        raise
     except Exception as error:
         if not out.started:
             raise
         # Clients must not take the stream for complete.
         await out.send(answer.failure(_known_error(request, error)))
-    return await out.end()
 
 
 def _known_error(request: web.Request, error: Exception) -> ErrorAnswer:

@@ -113,6 +113,8 @@ class GenerateBody(RequestFields):
         ),
         *refused("the model reads text alone", "modalities", "multi_item_delimiter_indices"),
         *refused("requests are answered while the client waits", "background"),
+        *refused("use sampling_params", "custom_logit_processor"),
+        *refused("thinking is bounded by max_new_tokens alone", "max_thinking_tokens"),
         *ignored("the model reasons where its template says so", "require_reasoning"),
         *ignored(
             "for SGLang's own processes",
@@ -175,6 +177,7 @@ class _Choice:
 
     def __init__(self, index: int, generation: Generation) -> None:
         self.index = index
+        self._generation = generation
         self._request = generation.requests[index]
         self._text = ""
         self._ids: list[int] = []
@@ -199,6 +202,8 @@ class _Choice:
             "cached_tokens": self._request.cached_tokens,
             "e2e_latency": round(seconds, 4),
         }
+        if self._generation.params.include_wait_times:
+            meta |= self._generation.usage().waited()
         if self._request.sampling.logprobs is not None:
             meta["output_token_logprobs"] = [_pair(entry) for entry in self._logprobs]
             meta["output_top_logprobs"] = [_top(entry) for entry in self._logprobs]

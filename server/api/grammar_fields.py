@@ -32,7 +32,7 @@ class StructuralTag(Body):
         Items(Text(), "strings", least=1), "free text ends in one of these where a structure begins"
     )
     format = served(
-        JsonObject("a format"),
+        JsonObject("an object with a type"),
         "instead, a tree of formats: const_string, any_text, json_schema, regex, grammar,"
         " sequence, or, tag, triggered_tags, tags_with_separator",
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import zlib
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -13,16 +15,13 @@ from runtime.errors import InvalidRequest, shown
 from server.api.fields import Body
 from server.api.kinds import Reading
 from server.service import SERVICE
+from server.text.json_depth import MAX_DEPTH, is_deeper
 
 if TYPE_CHECKING:
     from server.generation.params import ApiLimits
 
 B = TypeVar("B", bound=Body)
 
-# Deeper than any schema or tool needs, and so shallow that nothing behind runs out of stack.
-MAX_DEPTH = 100
-# orjson writes at most so many levels.
-_ORJSON_DEPTH = 254
 IGNORED_HEADER = "X-Loomserve-Ignored"
 IGNORED = web.RequestKey("ignored", str)  # names of fields that nobody reads
 
@@ -34,7 +33,7 @@ async def read_body(request: web.Request, body: type[B]) -> B:
         nobody reads. ModelNotFound. web.HTTPRequestEntityTooLarge.
     """
     service = request.app[SERVICE]
-    value = parse_json(await request.read())
+    value = parse_json(await read_decoded(request, service.config.max_body_bytes))
     reading = Reading(service.limits)
     found = body.read(value, reading)
     if reading.unknown:
@@ -49,27 +48,43 @@ def read_value(body: type[B], value: Any, limits: ApiLimits) -> B:
     return body.read(value, Reading(limits))
 
 
+async def read_decoded(request: web.Request, most: int) -> bytes:
+    """The body without its Content-Encoding; gzip and deflate are known.
+
+    Raises: InvalidRequest: it is not so encoded. web.HTTPUnsupportedMediaType: another encoding.
+        web.HTTPRequestEntityTooLarge: it decodes to more than `most` bytes.
+    """
+    data = await request.read()
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return data
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise web.HTTPUnsupportedMediaType(
+            text=f"the Content-Encoding {encoding[:40]!r} is not served; gzip and deflate are"
+        )
+    try:
+        # Some send deflate without its head.
+        bare = encoding == "deflate" and data[:1] and data[0] & 15 != 8
+        decoder = zlib.decompressobj(-15 if bare else 47)
+        decoded = await asyncio.to_thread(decoder.decompress, data, most + 1)
+        if len(decoded) > most:
+            raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(decoded))
+        if decoder.eof:
+            return decoded
+    except zlib.error:
+        pass
+    raise InvalidRequest(f"body: cannot be decoded as its Content-Encoding {encoding!r} says")
+
+
 def parse_json(data: bytes) -> Any:
     """Raises: InvalidRequest: it is no JSON, or nested too deeply."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"body: is not valid JSON: {error}") from None
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and is_deeper(value):
         raise InvalidRequest(f"body: is nested more than {MAX_DEPTH} levels deep")
     return value
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether a value is nested more deeply: found by writing it inside so many lists that orjson
-    refuses just then, which costs no walk in Python."""
-    for _ in range(_ORJSON_DEPTH - depth):
-        value = [value]
-    try:
-        orjson.dumps(value)
-    except orjson.JSONEncodeError:
-        return True
-    return False
 
 
 def _unknown(name: str, body: type[Body]) -> InvalidRequest:

@@ -218,7 +218,7 @@ class JsonObject(Kind[dict[str, Any]]):
         return value
 
     def allowed(self, limits: ApiLimits | None) -> str:
-        return "a JSON object" + (f": {self.about}" if self.about else "")
+        return self.about or "a JSON object"
 
     def schema(self, limits: ApiLimits) -> Schema:
         return {"type": "object", **({"description": self.about} if self.about else {})}
@@ -257,29 +257,40 @@ class Items(Kind[list[T]]):
         return self.kind.parts()
 
 
-@dataclass(frozen=True, slots=True)
 class Texts(Kind[tuple[str, ...]]):
-    """A string or a list of strings, none empty."""
+    """A list of strings, none empty.
 
-    most: int
-    longest: int = 4096
-    json_types = (str, list)
+    Args:
+        longest: characters of one; altogether: of all of them.
+        single: one string may stand by itself.
+    """
+
+    def __init__(
+        self, most: int, *, longest: int = 4096, altogether: int | None = None, single: bool = True
+    ) -> None:
+        self.most, self.longest, self.altogether, self.single = most, longest, altogether, single
+        self.json_types = (str, list) if single else (list,)
 
     def read(self, value: Any, where: str, reading: Reading) -> tuple[str, ...]:
-        items = [value] if isinstance(value, str) else value
+        items = [value] if self.single and isinstance(value, str) else value
         if not isinstance(items, list) or len(items) > self.most:
             raise self.wrong(value, where, reading)
         if not all(isinstance(item, str) and 0 < len(item) <= self.longest for item in items):
             raise self.wrong(value, where, reading)
+        if self.altogether is not None and sum(map(len, items)) > self.altogether:
+            raise self.wrong(value, where, reading)
         return tuple(items)
 
     def allowed(self, limits: ApiLimits | None) -> str:
+        one = "a string or " if self.single else ""
+        total = "" if self.altogether is None else f" and {self.altogether} altogether"
         each = f"1 to {self.longest} characters"
-        return f"a string or a list of at most {self.most} strings, each of {each}"
+        return f"{one}a list of at most {self.most} strings, each of {each}{total}"
 
     def schema(self, limits: ApiLimits) -> Schema:
         one: Schema = {"type": "string", "minLength": 1, "maxLength": self.longest}
-        return {"anyOf": [one, {"type": "array", "items": one, "maxItems": self.most}]}
+        several = {"type": "array", "items": one, "minItems": 0, "maxItems": self.most}
+        return {"anyOf": [one, several]} if self.single else several
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from server.api.chat import EFFORTS, Chat, TemplateFields, offered, plan_chat
+from server.api.chat import EFFORTS, Chat, TemplateFields, plan_chat
 from server.api.delivery import send
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
 from server.api.grammar_fields import SCHEMA
 from server.api.incoming import read_body
-from server.api.kinds import Boolean, Choice, Either, Integer, Items, JsonObject, Made, Text
+from server.api.kinds import Boolean, Choice, Either, Integer, Items, JsonObject, Text, Texts
 from server.api.messages_answer import AnthropicAnswer
 from server.api.request_fields import GeneratingBody
 from server.formats.chat_messages import parse_messages
+from server.formats.tools import parse_tools
+from server.generation.stop_strings import MAX_CHARACTERS
 from server.grammars.output_rules import OutputRule
 from server.service import REQUEST_ID, SERVICE, json_response, new_id
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 CACHED = tuple(ignored("prefixes are always cached", "cache_control"))
-STOPS = Made(Items(Text(least=1, most=4096), "strings", most=16), tuple)
+STOPS = Texts(most=16, altogether=MAX_CHARACTERS, single=False)
 NO_SERVER_TOOLS = "the server runs no tools itself"
 
 
@@ -87,6 +89,7 @@ class SpokenMessage(Body):
         ),
         "what was said",
     )
+    unserved = refused("a message is shown wherever it stands", "output_config", clear_at="never")
 
     def chat(self) -> list[Message]:
         """Results of tools are messages of their own; the text follows them."""
@@ -189,6 +192,7 @@ class Thinking(Body):
     )
     unserved = (
         *ignored("thinking is bounded by max_tokens alone", "budget_tokens"),
+        *ignored("thoughts are not signed", "block_binding"),
         *refused("thinking is shown whole", display="summarized"),
     )
 
@@ -260,7 +264,7 @@ class ConversationBody(TemplateFields, GeneratingBody):
         choice, parallel = _choice(self.tool_choice)
         return Chat(
             messages=parse_messages(messages),
-            tools=offered(tools, choice, parallel),
+            tools=parse_tools(tools, choice, parallel=parallel),
             render={
                 "add_generation_prompt": not continued,
                 "continue_final_message": continued,

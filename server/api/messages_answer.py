@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from server.http.sse import event
+from server.text.json_depth import is_deeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -96,6 +97,7 @@ class AnthropicAnswer:
             "cache_read_input_tokens": usage.cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
+            **usage.waited(),
         }
 
     def _opening(self) -> bytes:
@@ -163,7 +165,7 @@ def _object(text: str) -> dict[str, Any]:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and not is_deeper(value) else {}
 
 
 _ERROR_TYPES: Mapping[int, str] = {
@@ -174,6 +176,7 @@ _ERROR_TYPES: Mapping[int, str] = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class ModelField(Body):
+    """Which model is meant."""
+
     model = served(Text(), "the served model's name; may be left out")
 
     def check(self, where: str, limits: ApiLimits) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from runtime.errors import wrong
-from server.api.chat import EFFORTS, NOT_STORED, Chat, TemplateFields, offered, plan_chat
+from server.api.chat import EFFORTS, NOT_STORED, Chat, TemplateFields, plan_chat
 from server.api.chat_messages import ANY_TOOL, CONTENT, NAME
 from server.api.delivery import send
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
@@ -23,6 +23,7 @@ from server.api.kinds import Boolean, Checked, Choice, Either, Integer, Items, J
 from server.api.request_fields import GeneratingBody
 from server.api.responses_answer import ResponseAnswer
 from server.formats.chat_messages import parse_messages
+from server.formats.tools import parse_tools
 from server.grammars.output_rules import OutputRule
 from server.service import REQUEST_ID, SERVICE, new_id
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from server.generation.params import ApiLimits
 
 Item = dict[str, Any]
+NO_ASYNC = "a call ends the answer, and its output comes with the next request"
 FROM_EARLIER = ignored("repeats what an earlier response said", "id", "phase", "status")
 
 
@@ -62,6 +64,7 @@ class FunctionCall(Body):
     unserved = (
         *ignored("repeats what an earlier response said", "id", "status"),
         *refused("functions have names alone", "caller", "namespace"),
+        *refused(NO_ASYNC, "async"),
     )
 
 
@@ -103,6 +106,7 @@ class ResponseTool(Body):
     unserved = (
         *refused("every tool is shown to the model", "defer_loading"),
         *refused("only the model calls functions", allowed_callers=["direct"]),
+        *refused(NO_ASYNC, "async"),
         *ignored("the client knows what its function gives", "output_schema"),
     )
 
@@ -233,7 +237,7 @@ class ResponseBody(TemplateFields, GeneratingBody):
         tools = None if self.tools is None else [tool.openai() for tool in self.tools]
         return Chat(
             messages=parse_messages(messages),
-            tools=offered(tools, self.tool_choice, self.parallel_tool_calls),
+            tools=parse_tools(tools, self.tool_choice, parallel=self.parallel_tool_calls),
             render={"kwargs": self.kwargs(effort)},
             rules=self.rules(),
             params=self.params(limits, self.max_output_tokens),

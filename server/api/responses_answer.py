@@ -206,12 +206,16 @@ class ResponseAnswer:
         usage = self._generation.usage()
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cache_write_tokens": 0,  # prefixes are cached without being asked, at no price
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {
                 "reasoning_tokens": self._reasoning_tokens if self._reasoned else 0
             },
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            **usage.waited(),
         }
 
 

@@ -17,6 +17,7 @@ from server.api.kinds import (
     TokenIds,
 )
 from server.api.unserved import SAMPLING
+from server.generation import stop_expressions, stop_strings
 from server.generation.stop_rules import compile_stops
 
 if TYPE_CHECKING:
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 # Below this a temperature is greedy: the quotient of two logits would overflow float32.
 GREEDY_TEMPERATURE = 1e-4
 SEED_MASK = 2**63 - 1
-STOPS = Texts(most=16)
+STOPS = Texts(most=16, altogether=stop_strings.MAX_CHARACTERS)
+EXPRESSIONS = Texts(
+    most=16,
+    longest=stop_expressions.MAX_CHARACTERS,
+    altogether=stop_expressions.MAX_CHARACTERS,
+)
 
 
 def from_model(name: str, otherwise: str) -> Limit:
@@ -73,7 +79,7 @@ class SamplingFields(Body):
     logit_bias = served(LogitBias(), "added to the logits of these tokens")
     bad_words = served(Texts(most=256), "texts that must not be written")
     stop = served(STOPS, "texts that end the output")
-    stop_regex = served(STOPS, "regular expressions whose match ends the output")
+    stop_regex = served(EXPRESSIONS, "regular expressions whose match ends the output")
     stop_token_ids = served(TokenIds(), "tokens that end the output, beside the model's own")
     include_stop_str_in_output = served(
         Boolean(),

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from server.api.chat import LastMessageFields, offered
+from server.api.chat import LastMessageFields
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
 from server.api.fields import required, served
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Text, TokenIds
 from server.api.request_fields import ModelField
 from server.formats.chat_messages import parse_messages
+from server.formats.tools import parse_tools
 from server.service import SERVICE, json_response
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class TokenizeBody(LastMessageFields, ModelField):
             )
         messages = parse_messages(self.messages)
         options = self.render(messages)
-        tools = offered(self.tools, self.tool_choice, parallel=True)
+        tools = parse_tools(self.tools, self.tool_choice, parallel=True)
         messages, more = service.model_format.conversation(messages, tools)
         return await service.tokenizer.encode_chat(messages, **options, **more)
 

@@ -8,11 +8,10 @@ and write calls in the Hermes way.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import ConfigError, InvalidRequest
+from runtime.errors import ConfigError, InvalidRequest, shown
 from server.formats.json_calls import GraniteParser, HermesParser, Llama3JsonParser, MistralParser
 from server.formats.pythonic_calls import PythonicParser
 from server.formats.tool_parser import ToolCallParser, mistral_call_id, openai_call_id
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 Message = dict[str, Any]
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-CHOICES = ("none", "auto", "required")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,100 +62,56 @@ class ToolRequest:
         return tuple(tool for tool in self.tools if tool.name in self.callable)
 
 
-def parse_tools(body: Mapping[str, Any]) -> ToolRequest | None:
-    """The tools of a chat request in OpenAI's form; None where none can be called.
+def parse_tools(
+    tools: Sequence[Mapping[str, Any]] | None, choice: Any = None, *, parallel: bool = True
+) -> ToolRequest | None:
+    """The tools that an answer may call; None: none.
 
-    Raises: InvalidRequest: naming the field that is wrong.
+    Args: tools, choice: in OpenAI's form, right by themselves.
+    Raises: InvalidRequest: a name that is offered twice, or chosen and not offered.
     """
-    for old in ("functions", "function_call"):
-        if body.get(old) is not None:
-            raise InvalidRequest(
-                f"{old} is not served any more; use tools and tool_choice", param=old
-            )
-    given = body.get("tools")
-    choice = body.get("tool_choice")
-    if given is None or given == []:
+    if not tools:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice is given without tools", param="tool_choice")
+            raise InvalidRequest("tool_choice: is given without tools", param="tool_choice")
         return None
-    if not isinstance(given, list):
-        raise InvalidRequest(f"tools must be a list, got {given!r}", param="tools")
-    tools = tuple(_tool(one, index) for index, one in enumerate(given))
-    names = [tool.name for tool in tools]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidRequest(f"tools: {repeated!r} is offered twice", param="tools")
-    parallel = body.get("parallel_tool_calls")
-    if not isinstance(parallel, bool | None):
-        raise InvalidRequest(
-            f"parallel_tool_calls must be true or false, got {parallel!r}",
-            param="parallel_tool_calls",
-        )
-    allowed, required = _choice("auto" if choice is None else choice, names)
+    offered: dict[str, Tool] = {}
+    for one in tools:
+        tool = _tool(one["function"])
+        if tool.name in offered:
+            raise InvalidRequest(f"tools: {shown(tool.name)} is offered twice", param="tools")
+        offered[tool.name] = tool
+    allowed, required = _choice(choice, list(offered))
     if not allowed:
         return None
-    named = isinstance(choice, dict) and choice.get("type") == "function"  # asks for one call
-    return ToolRequest(tools, allowed, required, parallel is not False and not named)
+    named = isinstance(choice, dict) and choice["type"] == "function"  # asks for one call
+    return ToolRequest(tuple(offered.values()), allowed, required, parallel and not named)
 
 
-def _tool(given: Any, index: int) -> Tool:
-    where = f"tools[{index}]"
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or given.get("type", "function") != "function":
-        raise InvalidRequest(
-            f'{where} must be {{"type": "function", "function": {{...}}}}; other types are not'
-            " served",
-            param=where,
-        )
-    name, description = function.get("name"), function.get("description")
-    parameters, strict = function.get("parameters"), function.get("strict")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"{where}.function.name must be 1 to 64 letters, digits, _, - or ., got {name!r}",
-            param=f"{where}.function.name",
-        )
-    for key, value, kind in (
-        ("description", description, str),
-        ("parameters", parameters, dict),
-        ("strict", strict, bool),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise InvalidRequest(
-                f"{where}.function.{key} must be of JSON type {_JSON_TYPES[kind]}, got {value!r}",
-                param=f"{where}.function.{key}",
-            )
-    return Tool(name, description, parameters or {"type": "object", "properties": {}}, bool(strict))
-
-
-_JSON_TYPES = {str: "string", dict: "object", bool: "boolean"}
+def _tool(function: Mapping[str, Any]) -> Tool:
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(
+        function["name"], function.get("description"), parameters, bool(function.get("strict"))
+    )
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     """Which tools may be called, and whether one must be."""
-    if choice in CHOICES:
+    if choice is None or isinstance(choice, str):
         return (() if choice == "none" else tuple(names)), choice == "required"
-    wanted: list[Any] = []
     required = True
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function")
-        wanted = [function.get("name") if isinstance(function, dict) else choice.get("name")]
-    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        holder = choice.get("allowed_tools", choice)
-        listed = holder.get("tools") if isinstance(holder, dict) else None
-        for one in listed if isinstance(listed, list) else ():
-            function = one.get("function", one) if isinstance(one, dict) else None
-            wanted.append(function.get("name") if isinstance(function, dict) else None)
-        required = isinstance(holder, dict) and holder.get("mode") == "required"
-    if not wanted:
-        raise InvalidRequest(
-            f"tool_choice {choice!r}: must be one of {', '.join(CHOICES)}, or name a function",
-            param="tool_choice",
-        )
-    for name in wanted:
+    wanted = [choice]
+    if choice["type"] == "allowed_tools":
+        # /v1/responses has the list beside the type, and names without a holder.
+        listed = choice.get("allowed_tools", choice)
+        wanted, required = listed["tools"], listed["mode"] == "required"
+    found = tuple(one.get("function", one)["name"] for one in wanted)
+    for name in found:
         if name not in names:
             raise InvalidRequest(
-                f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
+                f"tool_choice: names {shown(name)}, which is not among the tools",
+                param="tool_choice",
             )
-    return tuple(wanted), required
+    return found, required
 
 
 @dataclass(frozen=True, slots=True)

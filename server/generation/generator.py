@@ -51,6 +51,10 @@ class Usage:
     cached_tokens: int
     wait_seconds: dict[str, float] | None = None
 
+    def waited(self) -> dict[str, dict[str, float]]:
+        """What a protocol's usage says of waiting, where that was asked for."""
+        return {} if self.wait_seconds is None else {"wait_seconds": self.wait_seconds}
+
 
 class Generation:
     """One request being generated: `prompts` times `best_of` choices.

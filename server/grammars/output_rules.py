@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, shown
 from server.grammars import sources as sources
 from server.grammars.sources import LarkBuilder, Source, Tag
 
@@ -74,7 +74,7 @@ def structural_tag(
     found = []
     for one in structures:
         if not isinstance(one, dict):
-            raise InvalidRequest(f"{param}.structures holds {one!r}, no object", param=param)
+            raise InvalidRequest(f"{param}.structures holds {shown(one)}, no object", param=param)
         content = sources.json_schema(one.get("schema", {}), f"{param}.structures.schema")
         found.append(Tag(_text(one, "begin", param), content, _text(one, "end", param)))
     return sources.triggered_tags(found, _texts(triggers, param), special_tokens, param)
@@ -83,14 +83,14 @@ def structural_tag(
 def _text(holder: dict[str, Any], key: str, param: str) -> str:
     value = holder.get(key)
     if not isinstance(value, str):
-        raise InvalidRequest(f"{param}: {key} must be a string, got {value!r}", param=param)
+        raise InvalidRequest(f"{param}: {key} must be a string, got {shown(value)}", param=param)
     return value
 
 
 def _texts(value: Any, param: str) -> list[str]:
     if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
         raise InvalidRequest(
-            f"{param}.triggers must be a non-empty list of strings, got {value!r}", param=param
+            f"{param}.triggers must be a non-empty list of strings, got {shown(value)}", param=param
         )
     return value
 
@@ -129,7 +129,7 @@ class _FormatTree:
         kind = fmt.get("type") if isinstance(fmt, dict) else None
         if not isinstance(kind, str) or kind not in self.makers or depth > sources.MAX_DEPTH:
             raise InvalidRequest(
-                f"{self.param}: format type {kind!r} at depth {depth}: must be one of"
+                f"{self.param}: format type {shown(kind)} at depth {depth}: must be one of"
                 f" {', '.join(self.makers)}, at most {sources.MAX_DEPTH} deep",
                 param=self.param,
             )
@@ -139,7 +139,8 @@ class _FormatTree:
         value = fmt.get(key)
         if not isinstance(value, list) or not value:
             raise InvalidRequest(
-                f"{self.param}: {key} must be a non-empty list, got {value!r}", param=self.param
+                f"{self.param}: {key} must be a non-empty list, got {shown(value)}",
+                param=self.param,
             )
         return value
 

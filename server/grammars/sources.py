@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -204,8 +204,12 @@ def choice(options: Any, param: str) -> Source:
     if not isinstance(options, list) or not 0 < len(options) <= MAX_CHOICES:
         raise InvalidRequest(f"{param} must be a list of 1 to {MAX_CHOICES} strings", param=param)
     if bad := [o for o in options if not isinstance(o, str) or not o]:
-        raise InvalidRequest(f"{param} holds {bad[0]!r}; only non-empty strings go", param=param)
-    lark = "start: " + " | ".join(json.dumps(o, ensure_ascii=False) for o in options)
+        raise InvalidRequest(
+            f"{param} holds {shown(bad[0])}; only non-empty strings go", param=param
+        )
+    # As one terminal: as a rule, the parser would hold a row of as many items, and give up.
+    texts = " | ".join(json.dumps(o, ensure_ascii=False) for o in options)
+    lark = f"start: CHOICE\nCHOICE: {texts}"
     return [{"name": "choice", "lark_grammar": lark}]
 
 
@@ -263,7 +267,7 @@ def triggered_tags(
         trigger = next((t for t in ordered if t and tag.begin.startswith(t)), None)
         if trigger is None:
             raise InvalidRequest(
-                f"{param}: the tag {tag.begin!r} begins with none of the triggers {ordered}",
+                f"{param}: the tag {shown(tag.begin)} begins with none of the triggers {ordered}",
                 param=param,
             )
         head = build.until(trigger, f"open_{number}")
@@ -276,7 +280,7 @@ def _tag(build: LarkBuilder, tag: Tag, begin: str) -> str:
     if tag.content is not None:
         return f"{build.literal(begin)} {build.embed(tag.content)} {build.literal(tag.end)}"
     if not tag.end:
-        raise InvalidRequest(f"the tag {tag.begin!r} with free text needs an end")
+        raise InvalidRequest(f"the tag {shown(tag.begin)} with free text needs an end")
     return f"{build.literal(begin)} {build.until(tag.end, f'close_{len(build.rules)}')}"
 
 

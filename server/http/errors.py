@@ -85,6 +85,14 @@ def _unavailable(message: str, code: str, retry_after_s: float) -> ErrorAnswer:
     return ErrorAnswer(503, body, {"Retry-After": seconds})
 
 
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
+
+
 def _http(error: web.HTTPException) -> ErrorAnswer:
     """aiohttp's own refusals: unknown path, wrong method, body over the limit."""
     message = error.text or error.reason
@@ -96,7 +104,7 @@ def _http(error: web.HTTPException) -> ErrorAnswer:
         headers["Allow"] = ",".join(sorted(error.allowed_methods))
     elif isinstance(error, web.HTTPNotFound):
         message = "there is no such path"
-    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status)
+    code = _CODES.get(error.status)
     return ErrorAnswer(
         error.status, error_body(message, kind="invalid_request_error", code=code), headers
     )

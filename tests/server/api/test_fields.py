@@ -125,6 +125,26 @@ def test_wrong_messages_are_refused(messages):
     assert "messages" in refused.value.param
 
 
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": None}, "messages[0].content"),
+        ({"content": None, "tool_calls": []}, "messages[0].content"),
+        ({"content": "", "reasoning": 5}, "messages[0].reasoning"),
+        ({"content": "", "tool_calls": {}}, "messages[0].tool_calls"),
+        (
+            {"content": "", "tool_calls": [{"function": {"name": "f"}, "id": 5}]},
+            "messages[0].tool_calls[0].id",
+        ),
+        ({"content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
+    ],
+)
+def test_what_is_wrong_in_a_message_is_named(message, param):
+    with pytest.raises(InvalidRequest) as refused:
+        chat(messages=[{"role": "assistant", **message}])
+    assert refused.value.param == param
+
+
 def test_text_parts_join_and_other_fields_are_left_to_the_template():
     parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "hello"}]
     (message,) = parse_messages([{"role": "developer", "content": parts, "id": 5, "name": "bob"}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from urllib.request import urlopen
 
 import jsonschema
@@ -17,6 +18,7 @@ from schemathesis.checks import CHECKS
 from server.api.chat import ChatBody
 from server.api.completions import CompletionBody
 from server.api.docs import docs_page
+from server.api.field_table import markdown
 from server.api.grammar_fields import GrammarFields
 from server.api.messages import MessageBody
 from server.api.openapi import ROUTES, document
@@ -57,6 +59,13 @@ def test_docs_page_names_every_route_and_loads_nothing(sim):
     limits = sim.service.limits
     assert described == document(described["info"]["version"], limits)
     assert page == docs_page(described["info"]["version"], limits)
+
+
+def test_the_table_of_docs_is_the_declarations_own():
+    written = Path(__file__).parents[3] / "docs" / "request-fields.md"
+    assert written.read_text(encoding="utf-8") == markdown(), (
+        "run: python -m server.api.field_table > docs/request-fields.md"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,7 @@ class Checker:
 
     def check(self, chat: Chat) -> None:
         """Raises: Mismatch."""
-        request = parse_tools({"tools": chat.tools})
+        request = parse_tools(chat.tools)
         offered = request.tools if request is not None else ()
         traits = self.traits[bool(offered)]
         messages, more = fit(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.errors import InvalidRequest
 from server.formats.chat_messages import parse_messages
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -45,21 +44,3 @@ def test_other_fields_of_a_message_reach_the_template_and_nulls_do_not():
     sent = {"role": "system", "content": "", "tools": '[{"name": "f"}]', "audio": None, "name": "x"}
     [message] = parse_messages([sent])
     assert message == {"role": "system", "content": "", "tools": '[{"name": "f"}]', "name": "x"}
-
-
-@pytest.mark.parametrize(
-    ("message", "where"),
-    [
-        ({"role": "assistant", "content": None}, r"messages\[0\].content"),
-        ({"role": "assistant", "content": None, "tool_calls": []}, r"messages\[0\].content"),
-        ({"role": "assistant", "content": "", "reasoning": 5}, r"messages\[0\].reasoning"),
-        ({"role": "assistant", "content": "", "tool_calls": {}}, r"messages\[0\].tool_calls"),
-        (
-            {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": 5}]},
-            r"messages\[0\].tool_calls\[0\].id",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named(message, where):
-    with pytest.raises(InvalidRequest, match=where):
-        parse_messages([message])

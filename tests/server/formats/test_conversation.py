@@ -13,7 +13,7 @@ from server.formats.tools import TOOL_FAMILIES, parse_tools
 from server.text.chat_template import ChatTemplate
 from tests.server.formats.random_chats import own_templates
 
-TOOLS = parse_tools({"tools": [{"type": "function", "function": {"name": "f"}}]}).tools
+TOOLS = parse_tools([{"type": "function", "function": {"name": "f"}}]).tools
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 OTHER = {"id": "c2", "type": "function", "function": {"name": "f", "arguments": {"a": 2}}}
@@ -97,7 +97,7 @@ def test_calls_in_words_are_written_as_the_model_writes_them(family, text):
     said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     [_, told], _ = fitted([USER, said], family=family, calls=False)
     assert told == {"role": "assistant", "content": text}
-    request = parse_tools({"tools": [{"type": "function", "function": {"name": "f"}}]})
+    request = parse_tools([{"type": "function", "function": {"name": "f"}}])
     parser = TOOL_FAMILIES[family].read(request)
     start, *arguments = [*parser.feed(text), *parser.finish()]
     assert start.name == "f"

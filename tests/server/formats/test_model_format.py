@@ -12,7 +12,7 @@ from server.text.chat_template import ChatTemplate
 from tests.fakes import IM_END, byte_tokenizer
 from tests.server.formats.random_chats import SPECIAL, own_templates
 
-TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 USER = [{"role": "user", "content": "Hi"}]
 
 

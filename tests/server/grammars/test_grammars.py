@@ -324,7 +324,7 @@ TOOLS = [
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
 async def test_required_calls_are_read_back_and_follow_their_schemas(compiler, family):
-    request = parse_tools({"tools": TOOLS, "tool_choice": "required"})
+    request = parse_tools(TOOLS, "required")
     source = answer_source(request, TOOL_FAMILIES[family], None, SPECIAL)
     texts = await walks(compiler, source, 25)
     assert len(texts) > 10
@@ -346,8 +346,8 @@ async def test_required_calls_are_read_back_and_follow_their_schemas(compiler, f
 
 
 async def test_one_call_at_most_without_parallel_calls(compiler):
-    body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
-    source = answer_source(parse_tools(body), TOOL_FAMILIES["hermes"], None, SPECIAL)
+    request = parse_tools(TOOLS, "required", parallel=False)
+    source = answer_source(request, TOOL_FAMILIES["hermes"], None, SPECIAL)
     grammar = await compiled(compiler, source, "x")
     matcher = grammar.matcher()
     assert follow(matcher, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
@@ -356,18 +356,18 @@ async def test_one_call_at_most_without_parallel_calls(compiler):
 
 async def test_strict_tools_are_enforced_where_a_call_is_free(compiler):
     tool = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
-    source = answer_source(parse_tools({"tools": [tool]}), TOOL_FAMILIES["hermes"], None, SPECIAL)
+    source = answer_source(parse_tools([tool]), TOOL_FAMILIES["hermes"], None, SPECIAL)
     grammar = await compiled(compiler, source, "x")
     begin = '<tool_call>\n{"name": "get_weather", "arguments": {'
     assert follow(grammar.matcher(), "Just text.")
     assert follow(grammar.matcher(), "First: " + begin + '"days": 3}}\n</tool_call>')
     assert not follow(grammar.matcher(), begin + '"nights": 3')
-    assert answer_source(parse_tools({"tools": TOOLS}), TOOL_FAMILIES["hermes"], None, {}) is None
+    assert answer_source(parse_tools(TOOLS), TOOL_FAMILIES["hermes"], None, {}) is None
 
 
 async def test_tools_beside_a_response_format(compiler):
     body = sources.choice(["plain"], "x")
-    source = answer_source(parse_tools({"tools": TOOLS}), TOOL_FAMILIES["hermes"], body, SPECIAL)
+    source = answer_source(parse_tools(TOOLS), TOOL_FAMILIES["hermes"], body, SPECIAL)
     grammar = await compiled(compiler, source, "x")
     assert follow(grammar.matcher(), "plain")
     assert follow(grammar.matcher(), '<tool_call>\n{"name": "now", "arguments": {}}')
