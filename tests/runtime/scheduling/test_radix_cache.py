@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from runtime.errors import InvariantError
 from runtime.scheduling.page_allocator import PageAllocator
 from runtime.scheduling.radix_cache import PrefixMatch, RadixCache, is_dead
-from runtime.scheduling.radix_tree import Node
+from runtime.scheduling.radix_tree import Place
 
 
 class Tree:
@@ -220,50 +219,171 @@ def test_flush_refuses_locked_prefixes() -> None:
     assert tree.cache.evictable_tokens == 0
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
-def test_random_use_agrees_with_a_set_of_prefixes(page_size: int, policy: str) -> None:
-    """The model: the set of cached prefixes, in whole pages. Evicting shrinks it from the ends."""
-    rng = random.Random(page_size)
-    tree = Tree(300, page_size, policy)
-    held: list[tuple[Node | None, list[int]]] = []
-    model: set[tuple[int, ...]] = set()
-    for _ in range(2000):
-        tokens = [rng.randint(0, 1) for _ in range(rng.randint(1, 12 * page_size))]
-        whole = len(tokens) // page_size * page_size
-        longest = max(
-            n for n in range(0, whole + 1, page_size) if not n or tuple(tokens[:n]) in model
-        )
-        action = rng.choice(["match", "insert", "insert", "lock", "unlock", "evict"])
-        if action == "match":
-            assert tree.match(tokens).tokens == longest
-        elif action == "insert" and 0 < whole <= tree.allocator.free_tokens:
-            tree.insert(tokens)
-            model.update(tuple(tokens[:n]) for n in range(page_size, whole + 1, page_size))
-        elif action == "lock":
-            match = tree.match(tokens)
-            tree.cache.lock(match.node)
-            held.append((match.node, tokens[: match.tokens]))
-        elif action == "unlock" and held:
-            tree.cache.unlock(held.pop(rng.randrange(len(held)))[0])
-        elif action == "evict":
-            wanted = rng.randint(1, 20)
-            free = tree.allocator.free_pages
-            freed = tree.cache.evict(wanted)
-            assert tree.allocator.free_pages == free + freed
-            assert freed == wanted or not tree.cache.evictable_tokens
-            model = {
-                p
-                for p in model
-                if tree.cache.match_length("", array("i", p).tobytes(), len(p)) == len(p)
-            }
-            for _, prefix in held:
-                assert not prefix or tuple(prefix) in model, "a locked prefix was evicted"
-        tree.check()
-        assert (tree.cache.evictable_tokens + tree.cache.protected_tokens) == len(model) * page_size
-    for node, _ in held:
-        tree.cache.unlock(node)
-    assert tree.cache.protected_tokens == 0
-    tree.cache.evict(1000)
+def test_what_a_failed_step_wrote_is_dropped_from_the_middle_of_a_node() -> None:
+    tree = Tree()
+    first = tree.insert(numbers(10), step=0)
+    tree.insert(numbers(20), step=1)
+    last = tree.insert(numbers(30), step=2)
+    assert last.node is first.node, "one node holds what three steps wrote"
+    tree.cache.drop_written_by(1)
+    assert tree.match(numbers(30)).tokens == 10
     tree.check()
-    assert tree.allocator.free_pages == 300
+
+
+def test_a_committed_step_drops_nothing() -> None:
+    tree = Tree()
+    tree.insert(numbers(10), step=0)
+    tree.cache.written_for_good(0)
+    tree.cache.drop_written_by(0)
+    assert tree.match(numbers(10)).tokens == 10
+
+
+class TestShape:
+    def test_a_prompt_in_small_pieces_is_few_nodes(self) -> None:
+        tree = Tree(pages=10_000)
+        for end in range(10, 5000, 10):
+            tree.insert(numbers(end))
+        assert [len(node.pages) for node in tree.cache.tree.nodes()] == [2048, 2048, 894]
+        tree.check()
+
+    def test_a_leaf_where_another_prefix_ends_does_not_grow(self) -> None:
+        tree = Tree()
+        reader = tree.insert(numbers(10))
+        tree.cache.lock(reader.node)
+        tree.insert(numbers(20))
+        assert tree.cache.protected_tokens == 10, "the reader's prefix, and no more"
+        tree.check()
+
+    def test_a_readers_own_continuation_stays_under_its_lock(self) -> None:
+        tree = Tree()
+        reader = tree.insert(numbers(10))
+        tree.cache.lock(reader.node)
+        key = array("i", range(10, 20)).tobytes()
+        pages = tree.allocator.allocate_pages(10)
+        known, node = tree.cache.insert("", key, pages, 0, below=reader.node)
+        assert (known, node) == (0, reader.node)
+        assert tree.cache.protected_tokens == 20
+        tree.check()
+
+    def test_under_lfu_a_leaf_that_others_used_does_not_grow(self) -> None:
+        tree = Tree(policy="lfu")
+        for _ in range(3):
+            tree.admit(numbers(10)) if tree.match(numbers(10)).tokens else tree.insert(numbers(10))
+        tree.insert(numbers(20))
+        tree.insert(numbers(5, 100))
+        tree.admit(numbers(5, 100))
+        tree.cache.evict(10)
+        assert tree.match(numbers(20)).tokens == 10, "used twice, what follows never"
+
+    def test_a_branch_that_goes_leaves_one_node_behind(self) -> None:
+        tree = Tree()
+        tree.insert([*numbers(10), *numbers(5, 100)])
+        tree.insert([*numbers(10), *numbers(5, 200)])
+        assert len(list(tree.cache.tree.nodes())) == 3
+        tree.cache.evict(5)
+        assert [len(node.pages) for node in tree.cache.tree.nodes()] == [15]
+        assert tree.match([*numbers(10), *numbers(5, 200)]).tokens == 15
+        tree.check()
+
+    def test_a_beginning_used_later_than_its_only_branch_outlives_it(self) -> None:
+        tree = Tree()
+        old, other = [*numbers(10), *numbers(5, 100)], [*numbers(10), *numbers(5, 200)]
+        tree.insert(old)
+        tree.insert(other)
+        tree.insert(numbers(5, 300))
+        tree.match(numbers(10))
+        tree.cache.evict(5)
+        tree.cache.evict(5)
+        assert tree.match(other).tokens == 10
+        assert tree.match(numbers(5, 300)).tokens == 5
+
+
+    def test_a_beginning_used_more_often_than_its_only_branch_outlives_it(self) -> None:
+        tree = Tree(policy="lfu")
+        old, other = [*numbers(10), *numbers(5, 100)], [*numbers(10), *numbers(5, 200)]
+        tree.insert(old)
+        tree.insert(other)
+        tree.insert(numbers(5, 300))
+        for _ in range(3):
+            tree.admit(numbers(10))
+        for prompt in (old, other, numbers(5, 300), numbers(5, 300)):
+            tree.admit(prompt)
+        tree.cache.evict(5)
+        tree.cache.evict(5)
+        assert tree.match(other).tokens == 10
+        assert tree.match(numbers(5, 300)).tokens == 5
+
+
+class TestPlace:
+    """What is remembered of a prompt stays true whatever happens to the tree."""
+
+    def seek(self, tree: Tree, place: Place, tokens: list[int]) -> int:
+        tree.cache.tree.seek(place, "", array("i", tokens).tobytes(), len(tokens))
+        return place.tokens
+
+    def test_a_second_look_enters_no_node(self) -> None:
+        tree = Tree(pages=20_000)
+        tree.insert(numbers(9000))
+        place = Place()
+        assert self.seek(tree, place, numbers(9000)) == 9000
+        before = tree.cache.tree.visits
+        tree.insert(numbers(8000))
+        assert self.seek(tree, place, numbers(9000)) == 9000
+        assert tree.cache.tree.visits == before + 4, "the four of the insertion"
+
+    def test_a_walk_cut_short_goes_on(self) -> None:
+        tree = Tree(pages=9000)
+        tree.insert(numbers(9000))
+        place, key = Place(), array("i", numbers(9000)).tobytes()
+        found = []
+        for _ in range(4):
+            tree.cache.tree.seek(place, "", key, 9000, 2)
+            found.append(place.tokens)
+        assert found == [4096, 8192, 9000, 9000]
+
+    def test_what_is_new_is_found_and_what_is_gone_is_not(self) -> None:
+        tree = Tree()
+        place = Place()
+        for count, expected in ((10, 10), (30, 30)):
+            tree.insert(numbers(count))
+            assert self.seek(tree, place, numbers(50)) == expected
+        tree.cache.evict(7)
+        assert self.seek(tree, place, numbers(50)) == 23
+        tree.cache.evict(23)
+        assert self.seek(tree, place, numbers(50)) == 0
+        tree.insert(numbers(4))
+        assert self.seek(tree, place, numbers(50)) == 4
+
+    def test_an_end_that_was_cut_and_grew_again_otherwise_is_noticed(self) -> None:
+        tree = Tree()
+        place = Place()
+        tree.insert(numbers(20))
+        assert self.seek(tree, place, numbers(15)) == 15
+        tree.cache.evict(10)
+        tree.insert([*numbers(10), *numbers(10, 500)])
+        tree.match(
+            [*numbers(10), *numbers(8, 500)]
+        )  # splits, so that the place is in the upper part
+        assert self.seek(tree, place, numbers(15)) == 10
+
+    def test_a_node_that_was_cut_is_noticed_after_it_has_become_one_with_another(self) -> None:
+        tree = Tree()
+        place = Place()
+        tree.insert(numbers(10))
+        assert self.seek(tree, place, numbers(8)) == 8
+        tree.cache.evict(4)
+        new = [*numbers(6), *numbers(4, 500)]
+        tree.insert(new)
+        tree.insert([*new, *numbers(5, 600)])
+        tree.insert([*new, *numbers(5, 700)])
+        tree.cache.evict(5)
+        assert [len(node.pages) for node in tree.cache.tree.nodes()] == [15]
+        assert self.seek(tree, place, numbers(8)) == 6
+
+    def test_a_flush_is_noticed(self) -> None:
+        tree = Tree()
+        place = Place()
+        tree.insert(numbers(10))
+        assert self.seek(tree, place, numbers(10)) == 10
+        tree.cache.flush()
+        assert self.seek(tree, place, numbers(10)) == 0

@@ -1,0 +1,288 @@
+"""The radix cache against a model of single pages: no tree, no counters, everything looked up anew.
+
+The model knows of every cached prefix, in whole pages, which page ends it, who uses it, and when it
+was used. From that alone follow every match, every page of every prefix, what may be evicted, and
+which page goes next under every policy.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from runtime.scheduling.page_allocator import PageAllocator
+from runtime.scheduling.radix_cache import RadixCache
+from runtime.scheduling.radix_tree import Node, Place
+
+Prefix = tuple[str, tuple[int, ...]]  # namespace, tokens in whole pages
+
+
+@dataclass(eq=False)
+class Page:
+    number: int
+    step: int
+    inserted: int
+    used: int = 0
+    admissions: int = 0
+    readers: int = 0
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class Reader:
+    """A request: its prefix in the cache, and the newest step that names it."""
+
+    prefix: Prefix
+    node: Node | None
+    pages: list[Page]
+    step: int = -1
+
+    @property
+    def lost(self) -> bool:
+        return any(page.dropped for page in self.pages)
+
+
+@dataclass
+class Model:
+    page_size: int
+    policy: str
+    pages: dict[Prefix, Page] = field(default_factory=dict)
+    now: int = 0
+
+    def heads(self, prefix: Prefix) -> list[Prefix]:
+        """All whole-page beginnings of a prefix, the shortest first."""
+        name, tokens = prefix
+        return [(name, tokens[:n]) for n in range(self.page_size, len(tokens) + 1, self.page_size)]
+
+    def longest(self, name: str, tokens: list[int], limit: int) -> Prefix:
+        best: Prefix = (name, ())
+        for head in self.heads((name, tuple(tokens[: max(limit, 0)]))):
+            if head not in self.pages:
+                break
+            best = head
+        return best
+
+    def path(self, prefix: Prefix) -> list[Page]:
+        return [self.pages[head] for head in self.heads(prefix)]
+
+    def use(self, prefix: Prefix) -> None:
+        self.now += 1
+        for page in self.path(prefix):
+            page.used = self.now
+
+    def extensions(self, prefix: Prefix) -> list[Prefix]:
+        name, tokens = prefix
+        longer = len(tokens) + 1
+        return [
+            p
+            for p in self.pages
+            if p[0] == name and len(p[1]) >= longer and p[1][: longer - 1] == tokens
+        ]
+
+    def next_to_go(self) -> Prefix | None:
+        inner = {(name, tokens[: -self.page_size]) for name, tokens in self.pages}
+        free = [p for p, page in self.pages.items() if p not in inner and not page.readers]
+        return min(free, key=lambda p: self._worth(self.pages[p]), default=None)
+
+    def _worth(self, page: Page) -> tuple[int, ...]:
+        if self.policy == "lfu":
+            return page.admissions, page.used
+        return (page.used,) if self.policy == "lru" else (page.inserted,)
+
+    def drop(self, step: int) -> None:
+        for prefix in [p for p, page in self.pages.items() if page.step == step]:
+            for gone in [prefix, *self.extensions(prefix)]:
+                page = self.pages.pop(gone, None)
+                if page is not None:
+                    page.dropped = True
+
+
+class Life:
+    """Cache and model are told the same."""
+
+    def __init__(self, seed: int, page_size: int, policy: str, node_tokens: int) -> None:
+        self.rng = random.Random(seed)
+        self.allocator = PageAllocator(151 * page_size, page_size)
+        self.cache = RadixCache(self.allocator, policy, node_tokens)
+        self.model = Model(page_size, policy)
+        self.size = page_size
+        self.readers: list[Reader] = []
+        self.in_flight: list[int] = []
+        self.step = 0
+        self.waiting = [self.prompt() for _ in range(8)]
+        self.counts: Counter[str] = Counter()
+
+    def prompt(self) -> tuple[str, list[int], Place]:
+        """New, or one that goes on where a cached prefix ends, be it a whole node or not."""
+        name = self.rng.choice(["", "", "salt"])
+        tokens = self.tokens()
+        if self.model.pages and self.rng.random() < 0.5:
+            name, cached = self.rng.choice(list(self.model.pages))
+            tokens = [*cached, *(tokens if self.rng.random() < 0.5 else [9])]
+        return name, tokens, Place()
+
+    def tokens(self) -> list[int]:
+        """Few different tokens, so that prompts share beginnings; some differ inside a page."""
+        pages = [[self.rng.randint(0, 1)] * self.size for _ in range(self.rng.randint(1, 14))]
+        flat = [token for page in pages for token in page]
+        if self.rng.random() < 0.3:
+            flat[self.rng.randrange(len(flat))] = 7
+        return flat[: len(flat) - self.rng.randrange(self.size)]
+
+    # What schedulers do
+
+    def look(self) -> None:
+        name, tokens, place = self.rng.choice(self.waiting)
+        limit = self.rng.choice([len(tokens), len(tokens) - 1, len(tokens) // 2])
+        expected = self.model.longest(name, tokens, limit)
+        match = self.cache.match(name, array("i", tokens).tobytes(), limit, place)
+        assert match.tokens == len(expected[1])
+        if match.tokens:
+            self.model.use(expected)
+
+    def admit(self) -> None:
+        index = self.rng.randrange(len(self.waiting))
+        name, tokens, place = self.waiting[index]
+        self.waiting[index] = self.prompt()
+        match = self.cache.match(name, array("i", tokens).tobytes(), len(tokens) - 1, place)
+        prefix = self.model.longest(name, tokens, len(tokens) - 1)
+        assert match.tokens == len(prefix[1])
+        self.cache.lock(match.node)
+        self.cache.count_use(match.node)
+        if match.tokens:
+            self.model.use(prefix)
+        reader = Reader(prefix, match.node, self.model.path(prefix))
+        for page in reader.pages:
+            page.readers += 1
+            page.admissions += 1
+        self.readers.append(reader)
+
+    def grow(self) -> None:
+        """A reader puts what its step computes into the cache, be it there already or not."""
+        alive = [reader for reader in self.readers if not reader.lost]
+        if not alive or not self.in_flight:
+            return
+        reader = self.rng.choice(alive)
+        count = self.rng.randint(1, 6)
+        if count > self.allocator.free_pages:
+            return
+        name, before = reader.prefix
+        new = [self.rng.choice([0, 1, 1, 3]) for _ in range(count) for _ in range(self.size)]
+        if self.rng.random() < 0.7:
+            new = [page for token in new[:: self.size] for page in [token] * self.size]
+        reader.step = self.in_flight[-1]
+        reader.prefix = (name, (*before, *new))
+        mine = list(self.allocator.allocate_pages(count))
+        missing = [head for head in self.model.heads(reader.prefix) if head not in self.model.pages]
+        known, node = self.cache.insert(
+            name, array("i", new).tobytes(), array("i", mine), reader.step, reader.node
+        )
+        self.cache.move_lock(reader.node, node)
+        reader.node = node
+        assert known == (count - len(missing)) * self.size
+        self.model.now += 1
+        for head, number in zip(missing, mine[count - len(missing) :], strict=True):
+            self.model.pages[head] = Page(number, reader.step, self.model.now)
+        self.allocator.free(mine[: count - len(missing)])
+        self.model.use(reader.prefix)
+        for page in self.model.path(reader.prefix)[len(reader.pages) :]:
+            page.readers += 1
+            page.admissions += 1
+            reader.pages.append(page)
+
+    def release(self) -> None:
+        done = [reader for reader in self.readers if reader.step not in self.in_flight]
+        if done:
+            reader = self.rng.choice(done)
+            self.readers.remove(reader)
+            self.cache.unlock(reader.node)
+            for page in reader.pages:
+                page.readers -= 1
+
+    def launch(self) -> None:
+        if len(self.in_flight) == 2:
+            self.settle()
+        self.in_flight.append(self.step)
+        self.step += 1
+
+    def settle(self) -> None:
+        """The oldest step in flight is committed, or fails."""
+        if not self.in_flight:
+            return
+        step = self.in_flight.pop(0)
+        self.allocator.step_done(step)
+        if self.rng.random() < 0.7:
+            self.cache.written_for_good(step)
+            return
+        self.counts["dropped"] += sum(page.step == step for page in self.model.pages.values())
+        self.cache.drop_written_by(step)
+        self.model.drop(step)
+
+    def evict(self) -> None:
+        wanted = self.rng.choice([1, 2, 3, 5, 20])
+        freed = self.cache.evict(wanted)
+        for count in range(wanted):
+            gone = self.model.next_to_go()
+            if gone is None:
+                assert freed == count
+                return
+            del self.model.pages[gone]
+        assert freed == wanted
+        self.counts["evicted"] += freed
+
+    # What must hold
+
+    def check(self) -> None:
+        found = self._walk()
+        expected = {prefix: page.number for prefix, page in self.model.pages.items()}
+        assert found == expected, "other prefixes, or other pages, than the model's"
+        locked = sum(page.readers > 0 for page in self.model.pages.values())
+        kept = {p.number for r in self.readers for p in r.pages if p.dropped}
+        assert self.cache.evictable_tokens == (len(expected) - locked) * self.size
+        assert self.cache.protected_tokens == (locked + len(kept)) * self.size
+        free = [page for part in self.allocator.free_slices(50) for page in part]
+        assert sorted([*free, *kept, *expected.values()]) == list(range(1, 151))
+        for reader in self.readers:
+            pages = self.cache.pages(reader.node, 0, len(reader.prefix[1]))
+            assert list(pages) == [page.number for page in reader.pages]
+            assert reader.lost == (reader.node is not None and reader.node.dead)
+        for name, tokens, place in self.waiting if self.rng.random() < 0.1 else ():
+            self.cache.tree.seek(place, name, array("i", tokens).tobytes(), len(tokens))
+            assert place.tokens == len(self.model.longest(name, tokens, len(tokens))[1])
+
+    def _walk(self) -> dict[Prefix, int]:
+        found: dict[Prefix, int] = {}
+        stack = [(name, (), root) for name, root in self.cache.tree.roots.items()]
+        while stack:
+            name, before, node = stack.pop()
+            tokens = (*before, *memoryview(bytes(node.key)).cast("i"))
+            for index, page in enumerate(node.pages, 1):
+                found[name, tokens[: len(before) + index * self.size]] = page
+            stack.extend((name, tokens, child) for child in node.children.values())
+        return found
+
+
+@pytest.mark.parametrize("node_pages", [3, 1000], ids=["small nodes", "large nodes"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+def test_random_lives_agree_with_the_model(policy: str, page_size: int, node_pages: int) -> None:
+    life = Life(page_size, page_size, policy, node_pages * page_size)
+    actions = [life.look, life.admit, life.grow, life.grow, life.grow, life.release, life.release]
+    actions += [life.launch, life.settle, life.evict]
+    for _ in range(1500):
+        life.rng.choice(actions)()
+        life.check()
+    assert life.counts["evicted"] > 100
+    assert life.counts["dropped"] > 20
+    life.settle()
+    life.settle()
+    while life.readers:
+        life.release()
+        life.check()
+    life.evict()
+    life.cache.flush()
+    assert life.allocator.free_pages == 150
