@@ -89,6 +89,6 @@ def _write_tables(batch: ScheduleBatch, memory: KVMemory) -> None:
             continue
         batch.table_rows.extend(array("i", [request.row]) * (last - first))
         batch.table_indices.extend(memory.page_indices(first, last))
-        batch.table_pages.extend(request.pages[first:])
+        batch.table_pages.extend(request.pages[first:] if first else request.pages)
         record.synced_pages = last
     memory.stale_tables.clear()

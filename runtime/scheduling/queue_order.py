@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from runtime.scheduling.kv_memory import KVMemory
     from runtime.scheduling.waiting_queue import Entry, WaitingQueue
 
-# Nodes of the cache that a pass may enter to learn how much of the waiting prompts is cached: about
-# half a millisecond. What is known of a prompt stays known, so only what is new is to be found out;
-# a burst of prompts with tens of thousands of cached tokens each takes a few passes.
-MATCH_VISITS = 512
+# Nodes of the cache that a pass may enter to learn how much of the waiting prompts is cached: half
+# a millisecond. What is known of a prompt stays known, so that only what is new is to be found out;
+# a burst of prompts with tens of thousands of cached tokens each takes some passes.
+MATCH_VISITS = 256
 
 
 class QueueOrder:
@@ -62,10 +62,12 @@ class QueueOrder:
         if policy.needs_matches:
             self._look_up(requests)
         keys = policy.keys(requests, computed_tokens)
-        order = sorted(
-            (level, *self._aged_key(request, key, now), seq, request)
-            for (level, seq, request), key in zip(window, keys, strict=True)
-        )
+        order: list[tuple[int, bool, float, int, Request]] = []
+        for (level, seq, request), key in zip(window, keys, strict=True):
+            since = request.scheduling.passed_over_s
+            in_turn = since is None or now - since <= self._skip_s
+            order.append((level, in_turn, key if in_turn else 0.0, seq, request))
+        order.sort()
         rest = islice(self._queue.entries, len(window), None)
         return chain((item[-1] for item in order), (entry[2] for entry in rest))
 
@@ -89,12 +91,6 @@ class QueueOrder:
         left = MATCH_VISITS
         for request in requests:
             left -= self._memory.look_up(request, left)
-
-    def _aged_key(self, request: Request, key: float, now: float) -> tuple[bool, float]:
-        since = request.scheduling.passed_over_s
-        if since is not None and now - since > self._skip_s:
-            return False, 0.0
-        return True, key
 
     def _shuffled(self) -> Iterator[Request]:
         """A random permutation of each priority's requests, drawn as far as it is looked at."""

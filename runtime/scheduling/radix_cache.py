@@ -182,32 +182,37 @@ class RadixCache:
 
     def lock(self, node: Node | None) -> None:
         """Keeps the path from the root to `node`, itself included, from eviction."""
+        if node is not None and node.rank:
+            self.order.remove(node.rank)
+            node.rank = 0
+        pages = 0
         while node is not None and node.parent is not None:
             node.locks += 1
             if node.locks > 1:
-                return
-            tokens = len(node.pages) * self.page_size
-            self.evictable_tokens -= tokens
-            self.protected_tokens += tokens
-            self._rerank(node)
+                break
+            pages += len(node.pages)
             node = node.parent
+        self.evictable_tokens -= pages * self.page_size
+        self.protected_tokens += pages * self.page_size
 
     def unlock(self, node: Node | None) -> None:
         """Undoes one `lock` of the same node."""
+        pages = dead = 0
         while node is not None and node.parent is not None:
             if not node.locks:
                 raise InvariantError("unlock of a node that holds no lock")
             node.locks -= 1
             if node.locks:
-                return
-            tokens = len(node.pages) * self.page_size
-            self.protected_tokens -= tokens
+                break
+            pages += len(node.pages)
             if node.dead:
+                dead += len(node.pages)
                 self._give_back(node)
-            else:
-                self.evictable_tokens += tokens
+            elif not node.children:
                 self._rerank(node)
             node = node.parent
+        self.protected_tokens -= pages * self.page_size
+        self.evictable_tokens += (pages - dead) * self.page_size
 
     def count_use(self, node: Node | None) -> None:
         """Somebody was admitted with the prefix that ends in `node`, which it has locked."""

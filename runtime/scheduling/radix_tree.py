@@ -128,8 +128,13 @@ class RadixTree:
         """
         unit = self._page_bytes
         end = min(len(key), max(limit, 0) * TOKEN_BYTES) // unit * unit
-        self.settle(place, end // TOKEN_BYTES)
-        node = self.roots.get(namespace) if place.node is None else place.node
+        node = place.node
+        if node is None:
+            node = self.roots.get(namespace)
+            place.seen = self.losses
+        elif place.seen != self.losses or not node.start < place.tokens <= end // TOKEN_BYTES:
+            self.settle(place, end // TOKEN_BYTES)
+            node = place.node or self.roots.get(namespace)
         if node is None:
             return
         inside = (place.tokens - node.start) * TOKEN_BYTES
@@ -192,18 +197,18 @@ class RadixTree:
 
     def pages(self, node: Node, first: int, last: int) -> array[int]:
         """Pages of the tokens from `first` to `last`, whole pages, on the path to `node`."""
-        size = self.page_size
         parts: list[array[int]] = []
+        top = first
         above: Node | None = node
-        while above is not None and last > first:
-            if last > above.start:
-                low = max(first - above.start, 0) // size
-                parts.append(above.pages[low : (last - above.start) // size])
-                last = max(above.start, first)
+        while above is not None and above.end > first:
+            parts.append(above.pages)
+            top = above.start
             above = above.parent
         found = array("i")
         for part in reversed(parts):
             found.extend(part)
+        size = self.page_size
+        del found[(last - top) // size :], found[: (first - top) // size]
         return found
 
     # Changes

@@ -297,7 +297,6 @@ class TestShape:
         assert tree.match(other).tokens == 10
         assert tree.match(numbers(5, 300)).tokens == 5
 
-
     def test_a_beginning_used_more_often_than_its_only_branch_outlives_it(self) -> None:
         tree = Tree(policy="lfu")
         old, other = [*numbers(10), *numbers(5, 100)], [*numbers(10), *numbers(5, 200)]

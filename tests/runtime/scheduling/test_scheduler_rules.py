@@ -723,3 +723,26 @@ class TestDeadlineBook:
             if i % 8 == 7:
                 driver.run()
         assert len(driver.scheduler._life._deadlines._heap) <= 1100
+
+
+def test_a_use_is_an_admission_and_not_a_look_at_a_blocked_prompt() -> None:
+    """Under lfu a prompt that waited for KV gave its prefix hundreds of hits."""
+    driver = Driver(config(eviction_policy="lfu", schedule_conservativeness=1.0))
+    often, once = list(range(5000, 5040)), list(range(6000, 6040))
+    for name, prompt in (("a", often), ("b", often), ("c", often), ("d", once)):
+        driver.add(request(name, [*prompt, 1], 1))
+        driver.run()
+    driver.add(request("running", 20, 60))
+    driver.step()
+    driver.add(request("blocked", [*once, 2], 150))
+    for _ in range(30):
+        driver.step()
+    assert driver.scheduler.statistics().reason == "kv_total"
+    driver.scheduler.abort("blocked")
+    driver.run()
+    driver.scheduler.memory.cache.evict(100)
+    warm = request("warm", [*often, 3], 1)
+    cold = request("cold", [*once, 3], 1)
+    driver.add(warm, cold)
+    driver.run()
+    assert (warm.cached_tokens, cold.cached_tokens) == (40, 0)
