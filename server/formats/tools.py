@@ -16,6 +16,7 @@ from server.formats.json_calls import GraniteParser, HermesParser, Llama3JsonPar
 from server.formats.pythonic_calls import PythonicParser
 from server.formats.tool_parser import ToolCallParser, mistral_call_id, openai_call_id
 from server.grammars import sources as sources
+from server.grammars.json_schema import any_json_object, json_schema
 from server.grammars.sources import LarkBuilder, Source, Tag
 
 if TYPE_CHECKING:
@@ -172,9 +173,9 @@ class ToolFamily:
             if self.keywords:
                 content = _keyword_arguments(tool.parameters, param)
             elif enforced or tool.strict:
-                content = sources.json_schema(tool.parameters, param)
+                content = json_schema(tool.parameters, param)
             else:
-                content = sources.any_json_object(param)
+                content = any_json_object(param)
             found.append(Tag(self.begin.replace("{name}", name), content, self.end))
         return found
 
@@ -294,7 +295,7 @@ def _keyword_arguments(schema: dict[str, Any], param: str) -> Source:
     # first_i: the properties from i on, when none was given so far; more_i: when some were.
     for index, (key, value) in enumerate(items):
         part = {**value, **shared} if isinstance(value, dict) else value
-        item = f"{build.literal(key + '=')} {build.embed(sources.json_schema(part, param))}"
+        item = f"{build.literal(key + '=')} {build.embed(json_schema(part, param))}"
         first, more = f"{item} more_{index + 1}", f'", " {item} more_{index + 1}'
         if key not in needed:
             first, more = f"{first} | first_{index + 1}", f"{more} | more_{index + 1}"

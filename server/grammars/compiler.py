@@ -15,7 +15,7 @@ BPE and the 105 schemas of tests/server/api/json_schemas.json, 20 random walks t
 xgrammar lets through control characters in strings, drops length next to pattern or format, and
 reads allOf, sibling keywords of $ref, and required names without properties as "anything". The
 server imports no torch, and "never unconstrained in silence" is a promise of its API: llguidance.
-Two holes of it are closed in grammar_sources.py (escaped spellings of keys; minProperties counted
+Two holes of it are closed in json_schema.py (escaped spellings of keys; minProperties counted
 with equal keys). To be compared again when xgrammar reports unsupported keywords as errors.
 """
 
@@ -25,17 +25,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from runtime.errors import GenerationFailed, InvalidRequest
 from server.grammars.bits import forbid
+from server.grammars.library_errors import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -149,7 +149,7 @@ class GrammarMatcher:
         if row is not bits:
             bits[:] = row[: bits.size]
         if matcher.is_error():
-            self.failed = self.failed or _sentence(matcher.get_error())
+            self.failed = self.failed or in_words(matcher.get_error())
             bits.fill(0)
         elif self._taken < self.min_tokens and not matcher.is_stopped():
             forbid(bits, self._ends)
@@ -161,7 +161,7 @@ class GrammarMatcher:
             return
         self._taken += 1
         if not matcher.consume_token(token_id):
-            self.failed = _sentence(matcher.get_error())
+            self.failed = in_words(matcher.get_error())
 
     def is_terminated(self) -> bool:
         """The output is complete and can only end."""
@@ -347,19 +347,5 @@ def _compile(tokenizer: LLTokenizer, source: Source, words: int) -> LLMatcher:
         # The first mask builds the lexer, and shows grammars that no text satisfies.
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
     if matcher.is_error():
-        raise ValueError(_sentence(matcher.get_error()))
+        raise ValueError(in_words(matcher.get_error()))
     return matcher
-
-
-_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
-
-
-def _sentence(message: str) -> str:
-    """The library's message for a client: one line, without parser state."""
-    if found := _UNIMPLEMENTED.search(message):
-        keys: Any = json.loads(found[1])
-        return f"keywords of the schema that cannot be enforced: {', '.join(keys)}"
-    if "NoExtensionBias" in message:
-        return "no text satisfies it"
-    head = re.split("<(?:state|backtrace|non-verbose)", message)[0].strip()
-    return re.sub(r"\s+", " ", head)[:500] or "the grammar cannot be compiled"

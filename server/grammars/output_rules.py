@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.errors import InvalidRequest, shown
 from server.grammars import sources as sources
+from server.grammars.grammar_text import context_free, regex
+from server.grammars.json_schema import any_json_object, json_schema
 from server.grammars.sources import LarkBuilder, Source, Tag
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def source_of(
         )
     for rule in rules:
         if rule.kind == "json_object":
-            return sources.any_json_object(rule.name), rule.name
+            return any_json_object(rule.name), rule.name
         if rule.kind == "structural_tag":
             return structural_tag(rule.value, special_tokens, rule.name), rule.name
         return _MAKERS[rule.kind](rule.value, rule.name), rule.name
@@ -50,10 +52,10 @@ def source_of(
 
 
 _MAKERS: dict[str, Callable[[Any, str], Source]] = {
-    "json": sources.json_schema,
-    "regex": sources.regex,
+    "json": json_schema,
+    "regex": regex,
     "choice": sources.choice,
-    "grammar": sources.context_free,
+    "grammar": context_free,
 }
 
 
@@ -75,7 +77,7 @@ def structural_tag(
     for one in structures:
         if not isinstance(one, dict):
             raise InvalidRequest(f"{param}.structures holds {shown(one)}, no object", param=param)
-        content = sources.json_schema(one.get("schema", {}), f"{param}.structures.schema")
+        content = json_schema(one.get("schema", {}), f"{param}.structures.schema")
         found.append(Tag(_text(one, "begin", param), content, _text(one, "end", param)))
     return sources.triggered_tags(found, _texts(triggers, param), special_tokens, param)
 
@@ -104,9 +106,9 @@ class _FormatTree:
         self.makers: dict[str, Callable[[dict[str, Any]], Source]] = {
             "const_string": lambda f: self._joined([self._literal(_text(f, "value", param))], " "),
             "any_text": lambda f: self._joined([sources.ANY_TEXT], " "),
-            "json_schema": lambda f: sources.json_schema(f.get("json_schema"), param),
-            "regex": lambda f: sources.regex(f.get("pattern"), param),
-            "grammar": lambda f: sources.context_free(f.get("grammar"), param),
+            "json_schema": lambda f: json_schema(f.get("json_schema"), param),
+            "regex": lambda f: regex(f.get("pattern"), param),
+            "grammar": lambda f: context_free(f.get("grammar"), param),
             "sequence": lambda f: self._joined(self._elements(f), " "),
             "or": lambda f: self._joined(self._elements(f), " | "),
             "tag": lambda f: sources.tags(

@@ -1,4 +1,4 @@
-"""Client fields to grammar sources: JSON schemas, regular expressions, choices, grammars, tags.
+"""Grammar sources, and how they are put together: choices, tags, free text around others.
 
 A source is a list of llguidance grammars, the first of which is the start; the others are reached
 from Lark text as `@name`. Nothing here needs a tokenizer, except that the text of a special token
@@ -19,22 +19,11 @@ if TYPE_CHECKING:
 
 Source = list[dict[str, Any]]
 
-# At most a line break and its indentation between two tokens of JSON: a model cannot fill its
-# budget with blanks, and pretty-printed output stays possible.
-WHITESPACE = r"[ ]{0,2}|\n[ ]{0,20}|\n\t{0,8}"
-# No \u escapes: with them a model could write a key that the schema rules on in a second spelling
-# ("\u0061" for "a"), which the grammar takes for an additional property.
-ESCAPES = '"\\nrtbf'
 MAX_DEPTH = 64
-# Beyond these the library compiles for seconds (14 s for 100,000 choices, 12 s for 1,000,003).
+# Beyond these the library compiles for seconds (14 s for 100,000).
 MAX_CHOICES = 4096
-MAX_MULTIPLE = 10_000
 
 ANY_TEXT = r"/(.|\n)*/"
-_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "additionalItems")
-_UNESCAPABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,100 +94,6 @@ class LarkBuilder:
         return [{"name": "start", "lark_grammar": lark}, *self.subs]
 
 
-def json_schema(schema: Any, param: str) -> Source:
-    """The source of a JSON schema (an object, a boolean, or the text of either).
-
-    Raises: InvalidRequest: the schema is no schema, or needs what cannot be enforced.
-    """
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{param}: the schema is not JSON: {error}", param=param) from None
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        what = "allows nothing" if schema is False else "must be a JSON object"
-        raise InvalidRequest(f"{param}: the schema {what}", param=param)
-    schema = _checked(schema, param, 0)
-    if _UNESCAPABLE.search(_text_of(schema)):
-        raise InvalidRequest(
-            f"{param}: control characters other than \\b \\t \\n \\f \\r cannot be enforced",
-            param=param,
-        )
-    guidance = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
-    return [{"name": "json", "json_schema": {**schema, "x-guidance": guidance}}]
-
-
-def _checked(schema: Any, param: str, depth: int) -> Any:
-    """The schema without what says nothing; refuses what the grammar library would get wrong."""
-    if depth > MAX_DEPTH:
-        raise InvalidRequest(
-            f"{param}: the schema is nested more than {MAX_DEPTH} levels deep", param=param
-        )
-    if not isinstance(schema, dict):
-        return schema  # a boolean; anything else is refused by the library, which names it
-    result = {key: value for key, value in schema.items() if key != "x-guidance"}
-    if result.get("uniqueItems") is False:
-        del result["uniqueItems"]
-    _check_min_properties(result, param)
-    multiple = result.get("multipleOf")
-    if isinstance(multiple, int | float) and multiple > MAX_MULTIPLE:
-        raise InvalidRequest(
-            f"{param}: multipleOf {multiple} cannot be enforced; at most {MAX_MULTIPLE} can",
-            param=param,
-        )
-    for key in _SCHEMA_MAPS:
-        if isinstance(value := result.get(key), dict):
-            result[key] = {k: _checked(v, param, depth + 1) for k, v in value.items()}
-    for key in (*_SCHEMA_LISTS, *_SCHEMAS):
-        value = result.get(key)
-        if isinstance(value, list):
-            result[key] = [_checked(v, param, depth + 1) for v in value]
-        elif isinstance(value, dict):
-            result[key] = _checked(value, param, depth + 1)
-    return result
-
-
-def _check_min_properties(schema: dict[str, Any], param: str) -> None:
-    """Free keys are not kept apart by a grammar: two equal ones would count as two."""
-    least, required = schema.get("minProperties"), schema.get("required")
-    known = len(required) if isinstance(required, list) else 0
-    if isinstance(least, int) and least > known + 1:
-        raise InvalidRequest(
-            f"{param}: minProperties {least} with {known} required properties cannot be enforced;"
-            f" at most one more than the required ones ({known + 1}) can",
-            param=param,
-        )
-
-
-def _text_of(value: Any) -> str:
-    """All strings of a JSON value."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        return "".join([*value, *map(_text_of, value.values())])
-    return "".join(map(_text_of, value)) if isinstance(value, list) else ""
-
-
-def any_json_object(param: str) -> Source:
-    """Any JSON object."""
-    return json_schema({"type": "object"}, param)
-
-
-def regex(pattern: Any, param: str) -> Source:
-    """The source of a regular expression that the whole output matches."""
-    if not isinstance(pattern, str) or not pattern:
-        raise InvalidRequest(f"{param} must be a non-empty regular expression", param=param)
-    return [{"name": "regex", "lark_grammar": "start: /" + _slashes_escaped(pattern) + "/"}]
-
-
-def _slashes_escaped(pattern: str) -> str:
-    """Between Lark's slashes, a slash and a line break are written with a backslash."""
-    pattern = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern, flags=re.DOTALL)
-    return pattern.replace("\n", r"\n")
-
-
 def choice(options: Any, param: str) -> Source:
     """The source of a list of texts, one of which is the output."""
     if not isinstance(options, list) or not 0 < len(options) <= MAX_CHOICES:
@@ -211,20 +106,6 @@ def choice(options: Any, param: str) -> Source:
     texts = " | ".join(json.dumps(o, ensure_ascii=False) for o in options)
     lark = f"start: CHOICE\nCHOICE: {texts}"
     return [{"name": "choice", "lark_grammar": lark}]
-
-
-def context_free(text: Any, param: str) -> Source:
-    """The source of a grammar in Lark's form, or in GBNF / EBNF with `::=`."""
-    if not isinstance(text, str) or not text.strip():
-        raise InvalidRequest(f"{param} must be a grammar (Lark, or GBNF with ::=)", param=param)
-    if "::=" in text:
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            text = any_to_lark(text)
-        except Exception as error:  # the converter raises Exception itself
-            raise InvalidRequest(f"{param}: {error}", param=param) from None
-    return [{"name": "grammar", "lark_grammar": text}]
 
 
 def tags(
