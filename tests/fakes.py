@@ -15,7 +15,7 @@ from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.sim_runner import SimRunner
 from server.app import app_runner
-from server.args import ServerConfig
+from server.config import ServerConfig
 from server.http.sockets import base_url, listen
 from server.launcher import Parts, make_service
 from server.text.chat_template import ChatTemplate

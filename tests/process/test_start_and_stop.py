@@ -203,6 +203,53 @@ def test_a_cache_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
     assert "Traceback" not in server.output
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--context-length 5000", "context_length 5000: must be from 1 to the model's own, 4096"),
+        ("--max-total-tokens 2000000000", "max_total_tokens 2000000000"),
+        ("--quantization int8 --cpu-kernels torch", "needs native CPU kernels"),
+        ("--ssl-certfile /no/cert --ssl-keyfile /no/key", "ssl_certfile /no/cert"),
+    ],
+)
+def test_an_option_that_does_not_fit_model_or_machine_is_one_line_and_status_2(
+    options, words, message
+):
+    with ServerProcess(*options, *words.split()) as server:
+        assert server.exit_status() == 2
+    assert message in server.lines[-1]
+    assert "Traceback" not in server.output
+
+
+def test_the_effective_sizes_are_told_alike_by_start_line_and_server_info(options):
+    with ServerProcess(*options, "--served-model-name", "one", "two") as server:
+        said = server.wait_for("prompts are cut")
+        url = server.url()
+        with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
+            info = json.load(answer)
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+            names = [model["id"] for model in json.load(answer)["data"]]
+    assert "150 ms" in said
+    assert info["sizes"]["step_bound_ms"] == 150.0
+    assert info["sizes"]["context_length"] == 4096
+    assert info["options"]["chunked_prefill_size"] is None
+    assert names == ["one", "two"] == info["sizes"]["served_model_name"]
+
+
+def test_a_unix_socket_is_served_and_gone_after_the_stop(options, tmp_path):
+    path = tmp_path / "server"
+    with ServerProcess(*options, "--uds", str(path)) as server:
+        server.wait_for(f"ready on {path}")
+        command = server.wait_for(r"^\s*curl ").strip()
+        result = subprocess.run(
+            command, shell=True, capture_output=True, text=True, timeout=60, check=True
+        )
+        server.terminate()
+        assert server.exit_status() == 0
+    assert result.stdout.rstrip().endswith("data: [DONE]")
+    assert not path.exists()
+
+
 def test_an_unknown_option_is_refused_with_status_2():
     with ServerProcess("--port", "0", "--no-such-option") as server:
         assert server.exit_status() == 2
