@@ -43,6 +43,12 @@ class ServerConfig:
     chat_template: str | None = option(
         None, "a Jinja chat template that replaces the model's", metavar="FILE"
     )
+    generation_config: str = option(
+        "auto",
+        "whose generation_config.json says how requests are sampled that do not say it: the"
+        " model's (auto), nobody's (none) or a folder's",
+        metavar="{auto,none,FOLDER}",
+    )
     tool_call_parser: str | None = option(
         None,
         "format of the model's tool calls",

@@ -13,13 +13,14 @@ import ssl
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import uvloop
 
+from runtime.checkpoints.generation_config import read_sampling
 from runtime.errors import ConfigError, LoomserveError
 from runtime.scheduling.scheduler import Scheduler
 from runtime.scheduling.seed_steps import measure_steps
@@ -29,7 +30,7 @@ from server.formats.model_format import ModelFormat
 from server.generation.engine import Engine
 from server.generation.generator import Generator
 from server.generation.metrics import Metrics
-from server.generation.params import ApiLimits
+from server.generation.params import ApiLimits, SamplingDefaults
 from server.http.connections import Connections
 from server.http.sockets import BACKLOG, base_url, forget_path, listen, listen_on_path
 from server.service import Service
@@ -120,12 +121,14 @@ class Parts:
     Args:
         scheduler: made for this runner.
         model_name: the model's own, for a server that is told no other.
+        defaults: what requests get that do not say how they are sampled.
     """
 
     runner: Runner
     scheduler: Scheduler
     tokenizer: Tokenizer
     model_name: str
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 def _load(config: ServerConfig) -> Parts:
@@ -141,6 +144,7 @@ def _load(config: ServerConfig) -> Parts:
         path = Path(config.runner.model).expanduser()
         name = path.resolve().name.removesuffix(".gguf")
     folder = model_folder(path, cache_dir, _progress)
+    defaults = sampling_defaults(config.generation_config, folder)
     template = Path(config.chat_template) if config.chat_template is not None else None
     with ThreadPoolExecutor(1) as pool:
         # Importing torch takes longer than the tokenizer, and lets other threads run.
@@ -173,7 +177,21 @@ def _load(config: ServerConfig) -> Parts:
         _make_scheduler(scheduler_config, config.record),
         tokenizer,
         name,
+        defaults,
     )
+
+
+def sampling_defaults(option: str, folder: Path) -> SamplingDefaults:
+    """What requests get that do not say how they are sampled: the settings that the model in
+    `folder` brings with it ("auto"), the server's own ("none"), or those of another folder.
+
+    Raises: ModelError: the folder's file is missing or wrong.
+    """
+    if option == "none":
+        return SamplingDefaults()
+    if option == "auto":
+        return SamplingDefaults(**read_sampling(folder))
+    return SamplingDefaults(**read_sampling(Path(option).expanduser(), required=True))
 
 
 def _make_scheduler(config: SchedulerConfig, trace: str | None) -> Scheduler:
@@ -232,6 +250,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         context_length=scheduler.config.context_length,
         max_logprobs=config.max_logprobs,
         max_n=config.max_n,
+        defaults=parts.defaults,
     )
     generator = Generator(
         engine,

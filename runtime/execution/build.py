@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,14 +42,12 @@ class ModelInfo:
         path: the folder or file that was loaded.
         context_length: tokens of a sequence, prompt and output together.
         eos_token_ids: ids that end a generation.
-        generation_config: the model's own sampling defaults, empty where it has none.
     """
 
     path: Path
     model_type: str
     context_length: int
     eos_token_ids: frozenset[int]
-    generation_config: dict[str, Any]
 
 
 def build_runner(
@@ -97,7 +95,6 @@ def build_runner(
         model_type=str(checkpoint.config["model_type"]),
         context_length=context_length,
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, model.vocab_size),
-        generation_config=checkpoint.generation_config,
     )
     sizes = RunnerSizes(
         page_size=page_size,

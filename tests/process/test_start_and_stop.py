@@ -193,6 +193,35 @@ def test_a_damaged_file_is_one_line_and_status_2(
     assert "Traceback" not in server.output
 
 
+def post(url: str, path: str, body: dict) -> dict:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_a_model_is_sampled_and_ended_as_its_files_say(tiny_model, tmp_path, options):
+    """Its sampling settings are the defaults, and its tokenizer's own end ends an answer."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    settings = {"temperature": 0.25, "top_k": 3, "max_new_tokens": 5, "eos_token_id": 260}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["eos_token"] = "<|start|>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with ServerProcess(*options, "--model", str(folder)) as server:
+        url = server.url()
+        with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
+            told = json.load(answer)["sampling_defaults"]
+        assert (told["temperature"], told["top_k"], told["max_new_tokens"]) == (0.25, 3, 5)
+        answer = post(url, "/v1/completions", {"prompt": "hi", "ignore_eos": True})
+        assert answer["usage"]["completion_tokens"] == 5
+        for end in (260, 261):  # <|end|> of the configs, <|start|> of the tokenizer
+            bias = {"prompt": "hi", "logit_bias": {str(end): 100}}
+            answer = post(url, "/v1/completions", bias)
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            assert answer["usage"]["completion_tokens"] == 1
+
+
 def test_a_cache_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     cache = tmp_path / "file" / "cache"
