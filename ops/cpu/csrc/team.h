@@ -85,7 +85,7 @@ class Team {
   Signal start_;
   Signal passed_;  // advances when all threads reached a barrier
   alignas(64) std::atomic<int> arrived_{0};
-  // Phase p counts its claims in slot p % 4; slot p + 2 is cleared meanwhile.
+  // Phase p counts its claims in counter p % 4; counter p + 2 is cleared meanwhile.
   struct alignas(64) Counter {
     std::atomic<int64_t> claimed{0};
   };
