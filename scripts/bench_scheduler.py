@@ -229,7 +229,7 @@ def insert(cache: RadixCache, allocator: PageAllocator, tokens: array[int]) -> N
     whole = len(tokens) // PAGE * PAGE
     if whole:
         pages = allocator.allocate_pages(whole // PAGE)
-        known, _ = cache.insert("", tokens[:whole].tobytes(), pages, 0)
+        known, _ = cache.insert("", tokens[:whole].tobytes(), pages)
         allocator.free(pages[: known // PAGE])
 
 

@@ -26,11 +26,14 @@ from runtime.execution.staging import Staging
 from runtime.runner import RunnerInfo, StepOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from runtime.execution.device import Device
     from runtime.execution.forward_batch import SampledRows
     from runtime.models.decoder import Decoder
+    from runtime.request import Request
     from runtime.runner import LaunchedStep, SampleMasks
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
@@ -99,7 +102,6 @@ class ModelRunner:
         self.info = RunnerInfo(
             max_total_tokens=sizes.total_tokens,
             vocab_size=decoder.model.vocab_size,
-            chunk_tokens=device.chunk_tokens,
             details={
                 "device": device.description,
                 "dtype": str(device.dtype).removeprefix("torch."),
@@ -116,6 +118,18 @@ class ModelRunner:
     def close(self) -> None:
         """Waits for launched steps. Idempotent."""
         self._launcher.close()
+
+    def restore(self, requests: Sequence[Request]) -> None:
+        """Sets anew what is kept of these requests' rows, from the tokens that they have now: a
+        step that failed, or was taken back, may have changed it."""
+        begun = [request for request in requests if request.output_ids]
+        if not begun:
+            return
+        self.sampler.state.set_rows([(request.row, request) for request in begun])
+        rows = np.array([request.row for request in begun], dtype=np.int64)
+        newest = np.array([request.output_ids[-1] for request in begun], dtype=np.int64)
+        upload = self.device.upload
+        self.memory.next_tokens.index_copy_(0, upload(rows), upload(newest))
 
     def decode_logits(self, rows: Tensor, kv_lens: Tensor, max_kv_len: int) -> Tensor:
         """Logits [B, V] of a decode step given by device tensors alone: what a graph captures.
@@ -146,6 +160,7 @@ class ModelStep:
     def forward(self) -> None:
         """Runs or queues the model, up to the logits."""
         self._fences[0].record()
+        self._runner.restore(self._batch.restore)
         self._logits = self._replayed_logits() if self._may_replay() else self._eager_logits()
         self._fences[1].record()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from runtime.scheduling.chunk_sizer import ChunkLoad, ChunkSize, make_chunk_sizer
@@ -23,19 +22,6 @@ if TYPE_CHECKING:
 
 
 _FULL = (Reason.ROWS, Reason.KV_TOTAL, Reason.KV_STEP)
-
-
-@dataclass(slots=True)
-class PrefillRows:
-    """What a pass admitted.
-
-    Args:
-        rows: the pending chunk's next piece first.
-        chunked: the request whose prompt is not complete after this step.
-    """
-
-    rows: list[Admitted] = field(default_factory=list)
-    chunked: Request | None = None
 
 
 class Admission:
@@ -71,9 +57,9 @@ class Admission:
 
     # The pass
 
-    def build(self, now: float, ratio: float, *, retracted: bool) -> PrefillRows:
-        """The prefill rows of this pass. Admitted requests have left the queue, with a lock on
-        their prefix.
+    def build(self, now: float, ratio: float, *, retracted: bool) -> list[Admitted]:
+        """The prefill rows of this pass, the pending chunk's next piece first. Admitted requests
+        have left the queue, with a lock on their prefix.
 
         Args:
             ratio: the new-token ratio.
@@ -81,7 +67,7 @@ class Admission:
         """
         chunked = self._life.chunked
         rows = self._rows_to_fill(now, retracted=retracted)
-        built = PrefillRows(chunked=chunked)
+        built: list[Admitted] = []
         if rows > 0 or chunked is not None:
             adder = self._adder(ratio, self._choose_size())
             if chunked is not None:
@@ -89,13 +75,13 @@ class Admission:
                 if not adder.admitted:
                     self._life.clocks.single_out(chunked, Reason.KV_STEP)
             admitted = self._admit_waiting(adder, rows, now) if rows > 0 else []
-            built = PrefillRows(adder.admitted, adder.chunked)
-            for item in adder.admitted:
+            built = adder.admitted
+            for item in built:
                 if item.match is not None:
                     self._life.admitted(item.request, item.match.tokens, now)
             self._order.note_admitted(admitted, now)
         if self._delayer is not None:
-            self._delayer.finalize(len(built.rows))
+            self._delayer.finalize(len(built))
         return built
 
     def preempted(self, now: float, ratio: float) -> list[Request]:

@@ -72,7 +72,8 @@ class _Recount:
         missing = self._owned.count(0)
         _require(not missing, f"{missing} of {len(self._owned)} pages have no owner")
         steps = {batch.step for batch in self._launched}
-        _require(steps.issuperset(self._cache.written), "the cache waits for a step not in flight")
+        waits = steps.issuperset(share.step for share in self._memory.shares)
+        _require(waits, "the cache waits for a step not in flight")
 
     def _pause(self, pages: int) -> bool:
         """Whether a slice is over, another `pages` having been looked at."""

@@ -11,11 +11,12 @@ page 0 and the pages given back while a launched step still names them.
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
 from runtime.scheduling.page_allocator import PageAllocator, RowPool
-from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache, is_dead
+from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache
 from runtime.scheduling.radix_tree import TOKEN_BYTES, Place
 
 if TYPE_CHECKING:
@@ -24,6 +25,22 @@ if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
     from runtime.request import Request
     from runtime.scheduling.radix_tree import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What `share` changed while the step that writes the pages was not committed.
+
+    Args:
+        step: the last launched step that names the request.
+        tree_tokens: what the request had in the tree before.
+        own: its pages for the tokens that it then found there, which gave way to the tree's.
+    """
+
+    request: Request
+    step: int
+    tree_tokens: int
+    own: array[int]
 
 
 class KVMemory:
@@ -40,6 +57,7 @@ class KVMemory:
         self.cache = RadixCache(self.allocator, config.eviction_policy)
         self.cache_enabled = not config.disable_radix_cache
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
+        self.shares: list[Share] = []  # of steps not committed, oldest first
         longest = min(self.allocator.num_pages, -(-config.context_length // config.page_size) + 1)
         self._indices = array("i", range(longest))
 
@@ -116,7 +134,7 @@ class KVMemory:
         request.length = match.tokens
         self.cache.count_use(match.node)
         record.node = match.node
-        record.tree_tokens = match.tokens
+        record.tree_tokens = record.matched_tokens = match.tokens
         record.synced_pages = 0
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -134,28 +152,92 @@ class KVMemory:
         list points at the tree's instead."""
         record, size = request.scheduling, self.page_size
         first, tokens = record.tree_tokens, tokens // size * size
-        if not self.cache_enabled or tokens <= first or is_dead(record.node):
+        if not self.cache_enabled or tokens <= first:
             return
         key = request.tokens_between(first, tokens).tobytes()
         pages = request.pages[first // size : tokens // size]
-        known, end = self.cache.insert(request.namespace, key, pages, record.last_step, record.node)
-        if known:
-            self._drop_duplicates(request, first, self.cache.pages(end, first, first + known))
+        known, end = self.cache.insert(request.namespace, key, pages, record.node)
+        own = pages[: known // size]
+        if own:
+            self._drop_duplicates(request, own, self.cache.pages(end, first, first + known))
         self.cache.move_lock(record.node, end)
+        if record.last_step > self.allocator.done_step:
+            self.shares.append(Share(request, record.last_step, first, own))
+        if record.matched_tokens == first:
+            record.matched_tokens += known
         record.node = end
         record.tree_tokens = tokens
         record.place = Place(end, tokens, self.cache.tree.losses)
 
-    def _drop_duplicates(self, request: Request, tokens: int, kept: array[int]) -> None:
-        """Puts the tree's pages in the place of a request's own behind its first `tokens`."""
+    def _drop_duplicates(self, request: Request, own: array[int], kept: array[int]) -> None:
+        """Puts the tree's pages in the place of a request's own behind those it has there."""
         record = request.scheduling
-        first = tokens // self.page_size
-        last = first + len(kept)
+        first = record.tree_tokens // self.page_size
         # A launched step may still write the duplicates and read them through the old table row.
-        self.allocator.free_after(request.pages[first:last], record.last_step)
-        request.pages[first:last] = kept
+        self.allocator.free_after(own, record.last_step)
+        request.pages[first : first + len(kept)] = kept
+        self.out_of_date(request, first)
+
+    def out_of_date(self, request: Request, first: int) -> None:
+        """The device's row of the table does not hold the request's pages from `first` on."""
+        record = request.scheduling
         record.synced_pages = min(record.synced_pages, first)
         self.stale_tables.append(request)
+
+    # Steps
+
+    def step_done(self, step: int) -> None:
+        """A step is committed: what it put into the cache stays, what waited for it is free."""
+        self.allocator.step_done(step)
+        if self.shares:
+            self.shares = [share for share in self.shares if share.step > step]
+
+    def take_back_shares(self, step: int) -> None:
+        """Undoes what was put into the cache of the KV that a launched step, or a later one, was to
+        write, newest first: the pages are their requests' own again."""
+        while self.shares and self.shares[-1].step >= step:
+            self._unshare(self.shares.pop())
+
+    def _unshare(self, share: Share) -> None:
+        request, record = share.request, share.request.scheduling
+        if self.is_lost(request):
+            return  # it starts anew, or ends, and gives back what it has as it is
+        known = share.tree_tokens + len(share.own) * self.page_size
+        end, before = record.node, self.cache.above(record.node, share.tree_tokens)
+        self.cache.move_lock(end, before)
+        if end is not None and record.tree_tokens > known:
+            self.cache.take_back(end, known)
+        record.node, record.tree_tokens = before, share.tree_tokens
+        record.matched_tokens = min(record.matched_tokens, share.tree_tokens)
+        if share.own:
+            first = share.tree_tokens // self.page_size
+            self.allocator.keep_after_all(share.own, share.step)
+            request.pages[first : first + len(share.own)] = share.own
+            self.out_of_date(request, first)
+
+    def shrink(self, request: Request, length: int) -> None:
+        """Takes the room for all but the first `length` tokens back from a request that no launched
+        step names."""
+        request.length = length
+        if self.is_lost(request):
+            return
+        needed = -(-length // self.page_size)
+        self.allocator.free(request.pages[needed:])
+        del request.pages[needed:]
+        self.out_of_date(request, needed)
+
+    def drop_computed(self, request: Request) -> None:
+        """Takes what a request has computed and put into the cache out of it, with all that hangs
+        below; what it found there stays."""
+        record = request.scheduling
+        node = record.node
+        if node is not None and not node.dead and record.tree_tokens > record.matched_tokens:
+            self.cache.drop(node, record.matched_tokens)
+
+    def is_lost(self, request: Request) -> bool:
+        """Whether KV that a request reads is out of the cache, having been dropped."""
+        node = request.scheduling.node
+        return node is not None and node.dead
 
     def release(self, request: Request, keep_tokens: int) -> None:
         """Takes everything from a request that no launched step names; the KV of its first
@@ -163,7 +245,8 @@ class KVMemory:
         if request.row < 0:
             return
         record = request.scheduling
-        self.share(request, min(keep_tokens, request.length))
+        if not self.is_lost(request):
+            self.share(request, min(keep_tokens, request.length))
         self.cache.unlock(record.node)
         self.allocator.free(request.pages[record.tree_tokens // self.page_size :])
         self.rows.free(request.row)

@@ -4,8 +4,9 @@
                                         ^---------- retracted -----'
 
 A request is in one place of compiling, queue, chunked and running, or in none of them while its
-last token is in flight. An ended one that a launched step still names is leaving: it keeps row,
-pages and lock until that step is committed.
+last token is in flight or its first step is tried again. An ended one that a launched step still
+names is leaving: it keeps row, pages and lock until that step is committed. So does one that is
+returning to the queue, since the KV it was built on has turned out to be wrong.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from runtime.scheduling.wait_clocks import Reason, WaitClocks
 from runtime.scheduling.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from runtime.config import SchedulerConfig
     from runtime.request import Finish, Request
     from runtime.scheduling.deadlines import Expired
     from runtime.scheduling.kv_memory import KVMemory
+    from runtime.scheduling.prefill_adder import Admitted
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.statistics import Counters
 
@@ -34,10 +36,24 @@ _KEEPS_KV = (FinishReason.STOP, FinishReason.LENGTH)
 
 @dataclass(slots=True)
 class InFlight:
-    """A launched step, and the ended requests that are released when it is committed."""
+    """A launched step, and what becomes of its requests when it is committed.
+
+    Args:
+        prefills: its prefill rows.
+        running_before, chunked_before: the running list and the pending chunk before its launch.
+        leaving: ended; released then. returning: back into the queue then.
+    """
 
     batch: ScheduleBatch
+    prefills: Sequence[Admitted]
+    running_before: list[Request]
+    chunked_before: Request | None
     leaving: list[Request] = field(default_factory=list)
+    returning: list[Request] = field(default_factory=list)
+
+    def gave_up(self, request: Request) -> bool:
+        """Whether a request of it does not go on from here."""
+        return request.finish is not None or request in self.returning
 
 
 class Lifecycle:
@@ -84,9 +100,12 @@ class Lifecycle:
 
     def _begin_wait(self, request: Request, now: float) -> None:
         request.scheduling.waiting_since_s = now
-        limit_s = self._config.waiting_timeout_s
+        self._watch_wait(request)
+
+    def _watch_wait(self, request: Request) -> None:
+        since_s, limit_s = request.scheduling.waiting_since_s, self._config.waiting_timeout_s
         if limit_s > 0:
-            self._watch(request, Limit.WAITING, now, now + limit_s)
+            self._watch(request, Limit.WAITING, since_s, since_s + limit_s)
 
     def take_ready_grammars(self, now: float) -> list[str]:
         """Moves requests whose grammar is compiled into the queue; returns their ids."""
@@ -111,35 +130,144 @@ class Lifecycle:
         self.queue.remove(request)
         self.clocks.end(request)
         record.started_s = now
-        record.passed_over_s = None
         limit_s = self._config.running_timeout_s
         if limit_s > 0:
             self._watch(request, Limit.RUNNING, now, now + limit_s)
         self.mean_wait_s += 0.2 * (now - record.waiting_since_s - self.mean_wait_s)
         self.counters.admitted += 1
-        if not record.counted:
-            record.counted = True
+        record.admissions += 1
+        if record.admissions == 1:
             request.cached_tokens = cached_tokens
             self.counters.cached_tokens += cached_tokens
             self.counters.prompt_tokens += len(request.input_ids)
 
+    def launched(self, batch: ScheduleBatch, prefills: Sequence[Admitted]) -> None:
+        """A step will be launched: whose last token is in it leaves the running list, whose prompt
+        is complete joins it, whose prompt is not is the pending chunk."""
+        self.inflight.append(InFlight(batch, prefills, self.running, self.chunked))
+        self.running = [r for r in self.running if r.launched_tokens < r.max_new_tokens]
+        for item in prefills:
+            if not item.last:
+                self.chunked = item.request
+                continue
+            if item.request is self.chunked:
+                self.chunked = None
+            if item.request.remaining_tokens > 0:
+                self.running.append(item.request)
+
+    # Back
+
     def retract(self, request: Request, now: float) -> None:
         """Back into the queue with its outputs; its KV stays only as long as the cache keeps it.
         No launched step may name it."""
-        record = request.scheduling
+        self._leave(request)
+        self._return(request, request.length, now)
+
+    def restart_lost(self, now: float) -> None:
+        """What some requests read has been dropped from the cache: they are computed again, as soon
+        as no launched step names them."""
+        lost = [r for r in self.live.values() if r.row >= 0 and self.memory.is_lost(r)]
+        for request in lost:
+            flight = self._last_flight(request)
+            if flight is None:
+                self._leave(request)
+                self._return(request, 0, now)
+            elif request not in flight.returning:
+                self._leave(request)
+                flight.returning.append(request)
+
+    def _leave(self, request: Request) -> None:
         if request is self.chunked:
             self.chunked = None
-        else:
+        elif request in self.running:
             self.running.remove(request)
-        self.memory.release(request, request.length)
-        request.length = 0
-        request.launched_tokens = len(request.output_ids)
+
+    def _last_flight(self, request: Request) -> InFlight | None:
+        """The last launched step that names it."""
+        step = request.scheduling.last_step
+        return next((flight for flight in self.inflight if flight.batch.step == step), None)
+
+    def _return(self, request: Request, keep_tokens: int, now: float) -> None:
+        self._give_back(request, keep_tokens)
         request.retractions += 1
+        record = request.scheduling
         record.key = request.tokens_to_prefill().tobytes()
-        record.started_s = None
+        record.passed_over_s = None
         self._begin_wait(request, now)
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
+        self._enqueue(request, now)
+
+    def _give_back(self, request: Request, keep_tokens: int) -> None:
+        self.memory.release(request, keep_tokens)
+        request.length = 0
+        request.launched_tokens = len(request.output_ids)
+        request.scheduling.started_s = None
+
+    # Steps done
+
+    def committed(self, flight: InFlight, now: float) -> None:
+        """The oldest step is committed: what only it still named is released."""
+        for request in flight.leaving:
+            self.release(request)
+        for request in flight.returning:
+            if request.finish is None:
+                self._return(request, 0, now)
+
+    def take_back(self, now: float) -> list[InFlight]:
+        """Takes every launched step back, the newest first, as if none had been launched.
+
+        Whom the later ones admitted waits again where it waited. Whom the oldest admitted keeps its
+        row and its cached prefix, and is in no list: it is tried again, or ends.
+
+        Returns: those steps, the oldest first.
+        """
+        flights = list(self.inflight)
+        holders = {request.row: request for request in self.live.values() if request.row >= 0}
+        for flight in reversed(flights):
+            batch = flight.batch
+            self.memory.take_back_shares(batch.step)
+            for row, index in zip(batch.table_rows, batch.table_indices, strict=True):
+                if row in holders:  # its request need not be in this step
+                    self.memory.out_of_date(holders[row], index)
+            self._take_back_rows(flight)
+            if flight is not flights[0]:
+                for item in flight.prefills:
+                    if item.match is not None and not flight.gave_up(item.request):
+                        self._unadmit(item, now)
+        self.inflight.clear()
+        for flight in flights:
+            self.memory.step_done(flight.batch.step)
+            self.committed(flight, now)
+        return flights
+
+    def _take_back_rows(self, flight: InFlight) -> None:
+        batch = flight.batch
+        for request, length in zip(batch.requests, batch.prefix_lens, strict=True):
+            self.memory.shrink(request, length)
+        for row, count in zip(batch.sampled, batch.output_counts, strict=True):
+            batch.requests[row].launched_tokens = count
+        for request in batch.requests[: batch.num_prefill]:
+            if request.finish is None:
+                request.state = RequestState.PREFILLING
+        self.running = [r for r in flight.running_before if r.row >= 0 and not flight.gave_up(r)]
+        chunked = flight.chunked_before
+        if chunked is not None and (chunked.row < 0 or flight.gave_up(chunked)):
+            chunked = None
+        self.chunked = chunked
+
+    def _unadmit(self, item: Admitted, now: float) -> None:
+        """A request whose first step was never done waits again, as if it had not been admitted."""
+        request, record = item.request, item.request.scheduling
+        assert item.match is not None
+        self._give_back(request, 0)
+        self.counters.admitted -= 1
+        if record.admissions == 1:
+            self.counters.cached_tokens -= request.cached_tokens
+            self.counters.prompt_tokens -= len(request.input_ids)
+            request.cached_tokens = 0
+        record.admissions -= 1
+        self._watch_wait(request)
         self._enqueue(request, now)
 
     def _watch(self, request: Request, limit: Limit, since_s: float, until_s: float) -> None:
@@ -201,7 +329,6 @@ class Lifecycle:
     def end(self, request: Request, finish: Finish) -> None:
         """Ends a live request wherever it is."""
         request_id = request.request_id
-        record = request.scheduling
         del self.live[request_id]
         waiting = request.state is RequestState.WAITING
         if self.compiling.pop(request_id, None) is None and waiting:
@@ -214,11 +341,11 @@ class Lifecycle:
         self._count(finish.reason, 1)
         if finish.reason is FinishReason.LENGTH:
             self._ended_by_length[request_id] = request
-        for flight in self.inflight:
-            if flight.batch.step == record.last_step:
-                flight.leaving.append(request)
-                return
-        self.release(request)
+        flight = self._last_flight(request)
+        if flight is None:
+            self.release(request)
+        else:
+            flight.leaving.append(request)
 
     def release(self, request: Request) -> None:
         """Takes row and KV from an ended request that no launched step names."""

@@ -58,7 +58,7 @@ class PageAllocator:
         self._free_pages = array("i", range(self.num_pages - 1, 0, -1))
         self._deferred: dict[int, array[int]] = {}  # by step: pages free once it is committed
         self._num_deferred = 0
-        self.done_step = -1  # the newest step that is committed or has failed
+        self.done_step = -1  # the newest step that is committed or was taken back
 
     @property
     def free_pages(self) -> int:
@@ -96,8 +96,15 @@ class PageAllocator:
             self._deferred.setdefault(step, array("i")).extend(pages)
             self._num_deferred += len(pages)
 
+    def keep_after_all(self, pages: array[int], step: int) -> None:
+        """Takes back what was to be given back after `step`, which is not committed."""
+        kept = set(pages)
+        deferred = self._deferred[step]
+        self._deferred[step] = array("i", [page for page in deferred if page not in kept])
+        self._num_deferred -= len(pages)
+
     def step_done(self, step: int) -> None:
-        """`step` is committed: frees what waited for it."""
+        """`step` is committed or taken back, and nothing names what only it did: that is free."""
         self.done_step = step
         pages = self._deferred.pop(step, None)
         if pages:

@@ -68,7 +68,6 @@ class RadixCache:
         self.protected_tokens = 0
         self.tree = RadixTree(allocator.page_size, node_tokens)
         self.order = EvictionOrder()
-        self.written: dict[int, list[tuple[Node, int]]] = {}  # by step: from where, node and token
         self._allocator = allocator
         self._tick = 0
 
@@ -118,14 +117,12 @@ class RadixCache:
         namespace: str,
         key: bytes,
         pages: array[int],
-        step: int,
         below: Node | None = None,
     ) -> tuple[int, Node]:
         """Adds one or more whole pages. The tree takes over `pages` from the first new one on.
 
         Args:
             key: bytes of their tokens.
-            step: the launched step that wrote the newest of these tokens.
             below: the end of the prefix that they continue, locked by the caller; None where they
                 begin the prompt.
 
@@ -140,11 +137,11 @@ class RadixCache:
             node = self._split(node, end)
         first = known // (self.page_size * TOKEN_BYTES)
         if first < len(pages):
-            node = self._append(node, key[known:], pages[first:], step, mine=node is below)
+            node = self._append(node, key[known:], pages[first:], mine=node is below)
         self._touch(node)
         return known // TOKEN_BYTES, node
 
-    def _append(self, node: Node, key: bytes, pages: array[int], step: int, *, mine: bool) -> Node:
+    def _append(self, node: Node, key: bytes, pages: array[int], *, mine: bool) -> Node:
         """Puts new pages behind `node`. Returns what ends with them.
 
         Args:
@@ -160,8 +157,6 @@ class RadixCache:
             grown = 0
         self.evictable_tokens += len(pages) * self.page_size - (node.end - at) + grown
         self._rerank(node)
-        if step > self._allocator.done_step:
-            self.written.setdefault(step, []).append((end, at))
         return end
 
     def _may_grow(self, node: Node, *, mine: bool) -> bool:
@@ -219,13 +214,14 @@ class RadixCache:
         if node is not None:
             node.hits += 1
 
-    def move_lock(self, before: Node | None, node: Node) -> None:
+    def move_lock(self, before: Node | None, node: Node | None) -> None:
         """A request's prefix ended in `before`, locked, and ends in `node` now: its lock and its
         use go along."""
         if node is before:
             return
         self.lock(node)
-        node.hits += 1
+        if node is not None:
+            node.hits += 1
         if before is not None:
             before.hits -= 1
         self.unlock(before)
@@ -340,29 +336,44 @@ class RadixCache:
             self._allocator.free(node.pages)
         self.tree.clear()
         self.order.clear()
-        self.written.clear()
         self.evictable_tokens = 0
 
-    # Steps
+    # Out again
 
-    def written_for_good(self, step: int) -> None:
-        """`step` is committed: what it wrote will not be dropped."""
-        self.written.pop(step, None)
+    def above(self, node: Node | None, position: int) -> Node | None:
+        """What ends with the first `position` tokens of the prefix that ends in `node`, split where
+        need be; None where they are none."""
+        while node is not None and node.start >= position:
+            node = node.parent
+        if node is None or node.parent is None or position == node.end:
+            return node if position else None
+        return self._split(node, position)
 
-    def drop_written_by(self, step: int) -> None:
-        """Takes what `step` wrote out of the tree, with all that hangs below it. Locked parts keep
-        their pages until the last lock goes."""
-        for node, position in self.written.pop(step, ()):
-            while position < node.start:  # split, or a chain, since
-                assert node.parent is not None
-                node = node.parent
-            if not node.dead and position < node.end:
-                self._drop(node, position)
+    def take_back(self, node: Node, position: int) -> None:
+        """Undoes an insertion: what is behind `position` tokens of the prefix that ends in `node`
+        leaves the tree, and its pages are the caller's again. Nobody has a lock on it. What was put
+        below it meanwhile is dropped."""
+        self.above(node, position)
+        top = node
+        while True:
+            self.evictable_tokens -= len(top.pages) * self.page_size
+            top.pages = array("i")
+            if top.start == position:
+                break
+            assert top.parent is not None
+            top = top.parent
+        self._cut(top)
 
-    def _drop(self, node: Node, position: int) -> None:
-        """Kills what is behind `position` tokens of a node's prefix."""
-        if position > node.start:
-            self._split(node, position)
+    def drop(self, node: Node, position: int) -> None:
+        """Takes what is behind `position` tokens of the prefix that ends in `node` out of the tree,
+        with all that hangs below it. Locked parts keep their pages until the last lock goes."""
+        self.above(node, position)
+        while node.start > position:
+            assert node.parent is not None
+            node = node.parent
+        self._cut(node)
+
+    def _cut(self, node: Node) -> None:
         dropped = [node, *descendants(node)]
         parent = self.tree.detach(node)
         for below in dropped:
@@ -373,8 +384,3 @@ class RadixCache:
                 self.evictable_tokens -= len(below.pages) * self.page_size
                 self._give_back(below)
         self._rerank(parent)
-
-
-def is_dead(node: Node | None) -> bool:
-    """Whether the path to `node` leads through KV that a failed step wrote."""
-    return node is not None and node.dead

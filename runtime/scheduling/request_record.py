@@ -25,10 +25,11 @@ class RequestRecord:
         place: how far it is cached, as of the last look.
         node: end of its locked prefix in the radix cache.
         tree_tokens: leading tokens whose pages belong to the radix cache.
+        matched_tokens: leading tokens whose KV it found in the cache and did not compute itself.
         target: tokens to have KV before it can sample: input and outputs at admission.
         synced_pages: leading entries of its table row that the device has or will get.
         last_step: last launched step that names it.
-        counted: its prompt is in the counters; a retracted one is admitted again.
+        admissions: times it was admitted; a retracted one is admitted again.
         passed_over_s: when a later arrival was first admitted before it.
         waited: seconds waited per blocking term, of waits that are over.
         own_reason: its blocking term in the last pass where that was not the whole queue's.
@@ -44,13 +45,14 @@ class RequestRecord:
     place: Place = field(default_factory=Place)
     node: Node | None = None
     tree_tokens: int = 0
+    matched_tokens: int = 0
     target: int = 0
     synced_pages: int = 0
     last_step: int = -1
     passed_over_s: float | None = None
     waited: list[float] = field(default_factory=list)
     own_reason: str = ""
-    counted: bool = False
+    admissions: int = 0
 
 
 def kv_need(extend_tokens: int, output_tokens: int, page_size: int) -> int:

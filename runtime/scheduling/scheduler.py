@@ -30,11 +30,11 @@ from runtime.scheduling.intake import (
 )
 from runtime.scheduling.invariants import check_books, recount
 from runtime.scheduling.kv_memory import KVMemory
-from runtime.scheduling.lifecycle import InFlight, Lifecycle
+from runtime.scheduling.lifecycle import Lifecycle
 from runtime.scheduling.new_token_ratio import NewTokenRatio
-from runtime.scheduling.radix_cache import is_dead
 from runtime.scheduling.statistics import Counters, RequestDebug, SchedulerStatistics
 from runtime.scheduling.step_results import apply_results
+from runtime.scheduling.step_retries import StepRetries
 from runtime.scheduling.wait_clocks import Reason
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class Scheduler:
         self._admission = Admission(config, self._life)
         self._decode_memory = DecodeMemory(self._life)
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
+        self._retries = StepRetries()
         self._next_seq = 0
         self._next_step = 0
         self._recounted = True
@@ -195,12 +196,25 @@ class Scheduler:
             plan.reason = "wait_commit"
             return plan
         life.drop_ended()
-        if life.chunked is not None:
-            self.memory.share(life.chunked, life.chunked.length)
-        self._decide(plan, now)
+        if life.inflight and life.inflight[0].batch.retry:
+            plan.reason = "wait_commit"
+        elif not self._retry(plan):
+            if life.chunked is not None:
+                self.memory.share(life.chunked, life.chunked.length)
+            self._decide(plan, now)
         if plan.batch is None and not plan.reason:
             self._nothing_to_launch(plan)
         return plan
+
+    def _retry(self, plan: Plan) -> bool:
+        """Launches the next part of a failed step; False where none is left."""
+        part = self._retries.take()
+        if part is None:
+            return False
+        plan.batch = build_batch(self._next_step, part.prefills, part.decodes, self.memory)
+        plan.batch.retry = True
+        self._launched(plan.batch, part.prefills)
+        return True
 
     def _decide(self, plan: Plan, now: float) -> None:
         life = self._life
@@ -213,33 +227,26 @@ class Scheduler:
         if not self._preempt(plan, now):
             return
         admitted = self._admission.build(now, self._ratio.value, retracted=retracted)
-        life.chunked = admitted.chunked
-        decoding = life.running if mixing or not admitted.rows else []
+        decoding = life.running if mixing or not admitted else []
         if decoding and not mixing:
             # The queue was looked at before: a strict pass that decodes has admitted nobody.
             if self._must_commit_first(plan):
                 return
             retracted = self._make_room(plan, now)
             decoding = life.running
-        if not admitted.rows and not decoding:
+        if not admitted and not decoding:
             return
-        plan.batch = build_batch(self._next_step, admitted.rows, decoding, self.memory)
-        self._launched(plan.batch, admitted.rows)
+        plan.batch = build_batch(self._next_step, admitted, decoding, self.memory)
+        self._launched(plan.batch, admitted)
         if decoding and not retracted:
             self._ratio.decay()
 
-    def _launched(self, batch: ScheduleBatch, admitted: list[Admitted]) -> None:
-        """Books a step that will be launched: whose last token is in it leaves the running list,
-        whose prompt is complete joins it."""
-        life, counters = self._life, self.counters
+    def _launched(self, batch: ScheduleBatch, prefills: Sequence[Admitted]) -> None:
+        """Books a step that will be launched."""
         self._next_step += 1
-        life.inflight.append(InFlight(batch))
-        counters.count_step(batch)
-        if batch.num_decode:
-            life.running = [r for r in life.running if r.launched_tokens < r.max_new_tokens]
-        for item in admitted:
-            if item.last and item.request.remaining_tokens > 0:
-                life.running.append(item.request)
+        self._retries.note_restored(batch)
+        self.counters.count_step(batch)
+        self._life.launched(batch, prefills)
 
     def _nothing_to_launch(self, plan: Plan) -> None:
         life = self._life
@@ -297,42 +304,59 @@ class Scheduler:
 
         Returns: news per request, in batch order, for those still alive.
         """
-        flight = self._take_flight(batch)
-        self.memory.cache.written_for_good(batch.step)
+        self._check_oldest(batch)
+        flight = self._life.inflight.popleft()
+        self.memory.step_done(batch.step)
         self._admission.sizer.observe(batch, output.device_s)
-        outputs, ended = apply_results(batch, output)
+        outputs, ended = apply_results(batch, output, flight.returning)
         self.counters.output_tokens += len(outputs)
+        if output.failed:
+            self._drop_failed(batch, output)
         for news in ended:
             assert news.finish is not None
             self._life.end(news.request, news.finish)
-        for request in flight.leaving:
-            self._life.release(request)
+        if output.failed:
+            self._life.restart_lost(now)
+        self._life.committed(flight, now)
         return outputs
+
+    def _drop_failed(self, batch: ScheduleBatch, output: StepOutput) -> None:
+        """What a prompt that gave no token has put into the cache may hold no numbers either."""
+        for index in output.failed:
+            row = batch.sampled[index]
+            if row < batch.num_prefill:
+                self.memory.drop_computed(batch.requests[row])
 
     def fail(self, batch: ScheduleBatch, message: str, now: float) -> list[RequestOutput]:
-        """A step raised: its requests end with an error, what it put into the cache is dropped,
-        and so end the requests of a later launched step that built on that."""
-        flight = self._take_flight(batch)
-        self.counters.failed_steps += 1
-        self.memory.cache.drop_written_by(batch.step)
-        later = [request for other in self._life.inflight for request in other.batch.requests]
-        affected = [request for request in later if is_dead(request.scheduling.node)]
-        finish = Finish(FinishReason.ERROR, message=message)
-        outputs = [
-            self._end(request, finish)
-            for request in dict.fromkeys([*batch.requests, *affected])
-            if request.finish is None
-        ]
-        for request in flight.leaving:
-            self._life.release(request)
-        return outputs
+        """The oldest step in flight could not be launched, or raised.
 
-    def _take_flight(self, batch: ScheduleBatch) -> InFlight:
+        It is taken back with every later step: lengths, pages, what was put into the cache, who
+        was admitted. So the device must be done with the later ones; they are neither committed
+        nor failed, whatever they gave. Then nothing is in flight.
+
+        The failed step's rows are tried again by halves, one part at a time, by the next passes
+        (`ScheduleBatch.retry`), until those that can be computed are. A step of one row is not
+        tried again: its request ends with the error. A caller whose device is gone aborts all
+        requests instead of going on; the next pass ends them and launches nothing.
+
+        Returns: news of the request that ends, if it does.
+        """
+        self._check_oldest(batch)
+        self.counters.failed_steps += 1
+        flights = self._life.take_back(now)
+        self._retries.touched(flights)
+        if len(batch.requests) > 1:
+            self._retries.add(flights[0])
+            return []
+        (request,) = batch.requests
+        if flights[0].gave_up(request):
+            return []
+        return [self._end(request, Finish(FinishReason.ERROR, message=message))]
+
+    def _check_oldest(self, batch: ScheduleBatch) -> None:
         inflight = self._life.inflight
         if not inflight or inflight[0].batch is not batch:
             raise InvariantError(f"step {batch.step} is not the oldest step in flight")
-        self.memory.allocator.step_done(batch.step)
-        return inflight.popleft()
 
     # Endings
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from runtime.request import Finish, FinishReason, RequestOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from runtime.request import Request, TokenLogprobs
     from runtime.runner import StepOutput
     from runtime.scheduling.schedule_batch import ScheduleBatch
@@ -15,12 +17,15 @@ LENGTH = Finish(FinishReason.LENGTH)
 
 
 def apply_results(
-    batch: ScheduleBatch, output: StepOutput
+    batch: ScheduleBatch, output: StepOutput, void: Sequence[Request] = ()
 ) -> tuple[list[RequestOutput], list[RequestOutput]]:
     """Appends a step's tokens to their requests.
 
     Rows of requests that have ended, or whose ending is recorded, are dropped: they were in this
     step before that was known. Cost: under a microsecond per row.
+
+    Args:
+        void: requests whose rows are dropped as well, since what they read was wrong.
 
     Returns: one output per live sampled row, and those of them whose request is to be ended.
     """
@@ -34,6 +39,8 @@ def apply_results(
     logprobs, failed = output.logprobs, output.failed
     for index, (request, token) in enumerate(zip(requests, output.token_ids, strict=True)):
         if request.finish is not None or request.ending is not None:
+            continue
+        if void and request in void:
             continue
         if failed and index in failed:
             finish = Finish(FinishReason.ERROR, message=failed[index])

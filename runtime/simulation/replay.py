@@ -137,7 +137,9 @@ class _Replay:
             output = StepOutput(event["tokens"], failed=failed, device_s=event["device_s"])
             scheduler.commit(self._launched.pop(event["step"]), output, event["now"])
         elif kind == "fail":
-            scheduler.fail(self._launched.pop(event["step"]), event["message"], event["now"])
+            batch = self._launched[event["step"]]
+            self._launched.clear()  # the later ones are taken back with it
+            scheduler.fail(batch, event["message"], event["now"])
         elif kind == "change_options":
             scheduler.change_options(**event["changes"])
         elif kind == "flush":

@@ -5,8 +5,8 @@
 Step N + 1 is launched before N is read, so the device never waits for the host. Only its sampling
 waits, and only where a grammar must first see N's tokens. Nothing here waits for a client.
 
-A step that fails ends its own requests. A fault of the loop itself ends the engine: every present
-and later request gets `EngineDead`.
+A step that fails is tried again by halves, until the row that it fails for ends alone. A fault of
+the loop itself ends the engine: every present and later request gets `EngineDead`.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class Engine:
         reason = ""
         while not (self._stopping and flight is None and not self.scheduler.has_unfinished):
             following, reason = self._plan_and_launch(reason)
-            if flight is not None:
-                await self._finish(flight)
+            if flight is not None and not await self._finish(flight, following):
+                following = None
             if following is not None:
                 self._sample(following)
                 if not self._overlap:
@@ -215,8 +215,12 @@ class Engine:
         flight.masked_rows = len(masks.rows) if masks is not None else 0
         flight.step.sample(masks)
 
-    async def _finish(self, flight: _InFlight) -> None:
-        """Waits for a step, applies and delivers what it gave."""
+    async def _finish(self, flight: _InFlight, following: _InFlight | None = None) -> bool:
+        """Waits for a step, applies and delivers what it gave.
+
+        Returns: False where it failed; the following step, if there is one, is then done on the
+            device and taken back, whatever it gave.
+        """
         output: StepOutput | None = None
         failed: Exception | None = None
         try:
@@ -225,6 +229,8 @@ class Engine:
         except Exception as error:
             failed = error
             log.error("step %d failed", flight.batch.step, exc_info=error)
+        if output is None and following is not None:
+            await _drained(following.step)
         done = self.clock()
         if output is None:
             news = self.scheduler.fail(flight.batch, "the model step failed", done)
@@ -232,6 +238,7 @@ class Engine:
             news = self.scheduler.commit(flight.batch, output, done)
         self._deliver(news, done)
         self._record(flight, output, failed, done)
+        return output is not None
 
     async def _rest(self) -> None:
         """Nothing to compute: waits for work, or for the clock where requests wait for it."""
@@ -378,6 +385,13 @@ async def _done(step: LaunchedStep) -> None:
 
     step.add_done_callback(lambda: _call_soon(loop, set_done))
     await future
+
+
+async def _drained(step: LaunchedStep) -> None:
+    """Waits until the device is done with a step whose result nobody wants."""
+    if not (step.may_sample or step.done):
+        step.sample(None)
+    await _done(step)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

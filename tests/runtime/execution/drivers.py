@@ -64,6 +64,7 @@ def run(
     *,
     overlap: bool = True,
     masks: Masks = lambda _: None,
+    fails: Callable[[ScheduleBatch], bool] = lambda _: False,
     check: bool = True,
 ) -> Run:
     """Adds the requests and steps until all have ended.
@@ -71,6 +72,7 @@ def run(
     Args:
         overlap: launch step N + 1 before step N is read.
         masks: asked for each step's masks, once the step before is committed.
+        fails: what a step gave is lost, though the device has run it.
         check: recount the scheduler's books after every step.
     """
     result = Run()
@@ -91,7 +93,14 @@ def run(
             launched = (plan.batch, runner.launch(plan.batch))
         elif inflight is None and scheduler.has_unfinished:
             raise AssertionError(f"nothing to launch and nothing in flight: {plan.reason}")
-        if inflight is not None:
+        if inflight is not None and fails(inflight[0]):
+            if launched is not None:
+                launched[1].sample(None)
+                launched[1].result()
+                launched = None
+            inflight[1].result()
+            _take(result, scheduler.fail(inflight[0], "lost", now))
+        elif inflight is not None:
             _take(result, scheduler.commit(inflight[0], inflight[1].result(), now))
         if launched is not None:
             launched[1].sample(masks(launched[0]))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from runtime.execution.model_runner import ModelRunner
     from runtime.request import Request
+    from runtime.scheduling.schedule_batch import ScheduleBatch
 
 POOL = 2048
 TIGHT_POOLS = (128, 144, 160, 192)
@@ -131,6 +132,26 @@ def test_with_retractions(runner: ModelRunner, alone: list[list[int]], overlap: 
         retracted += [item for item in result.requests.values() if item.retractions]
     assert len(retracted) >= 3
     assert any(item.sampling.frequency_penalty for item in retracted)
+
+
+@pytest.mark.parametrize("mixing", [True, False], ids=["mixed", "strict"])
+def test_with_steps_that_fail(runner: ModelRunner, alone: list[list[int]], mixing: bool) -> None:
+    """What the device did for them, and for the steps behind them, is done again: penalty counts
+    and newest tokens are those of before."""
+    failed, retried = [], []
+
+    def fails(batch: ScheduleBatch) -> bool:
+        retried.append(batch.retry)
+        if batch.step % 4 or len(batch.requests) == 1:
+            return False
+        failed.append(batch.kind)
+        return True
+
+    made = scheduler(disable_mixed_chunk=not mixing)
+    result = run(made, runner, requests(), fails=fails)
+    assert tokens(result) == alone
+    assert {"mixed", "decode"} <= set(failed) if mixing else {"prefill", "decode"} <= set(failed)
+    assert sum(retried) > 10
 
 
 def test_with_every_prefix_cached(runner: ModelRunner, alone: list[list[int]]) -> None:

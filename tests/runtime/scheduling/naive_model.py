@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from runtime.request import FinishReason, Request
@@ -29,6 +30,24 @@ class Life:
     ending: bool = False
     ended: bool = False
 
+    @property
+    def progress(self) -> tuple[int, bool, bool]:
+        """What a step that is taken back changes."""
+        return self.launched, self.decoding, self.cut
+
+    @progress.setter
+    def progress(self, before: tuple[int, bool, bool]) -> None:
+        self.launched, self.decoding, self.cut = before
+
+
+@dataclass
+class Launched:
+    """A step in flight: the pages it names, and everybody's progress before it."""
+
+    batch: ScheduleBatch
+    pages: set[int]
+    before: dict[str, tuple[int, bool, bool]]
+
 
 @dataclass
 class NaiveModel:
@@ -44,7 +63,9 @@ class NaiveModel:
     mixing: bool
     cache: bool
     lives: dict[str, Life] = field(default_factory=dict)
-    launched: list[tuple[ScheduleBatch, set[int]]] = field(default_factory=list)
+    launched: list[Launched] = field(default_factory=list)
+    owed: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # rows to be tried again
+    restarts: int = -1  # others than victims may start anew until this step is done
     preemptions: int = 0
     arrivals: int = 0
 
@@ -65,32 +86,83 @@ class NaiveModel:
             admitted_before: ids of requests that held a table row before the pass.
         """
         self._check_retractions(admitted_before)
-        for life in self.lives.values():
-            life.ended = life.request.finish is not None
+        self._look_at_ends()
         if batch is None:
             return
-        self._check_order(batch)
+        if batch.retry:
+            self._check_retry(batch)
+        else:
+            assert not any(self._goes_on(name) for name in self.owed), "planned before a retry"
+            self.owed.clear()
+            self._check_order(batch)
+        before = {name: life.progress for name, life in self.lives.items()}
         self._follow(batch)
         pages = {page for request in batch.requests for page in request.pages}
-        self.launched.append((batch, pages))
+        self.launched.append(Launched(batch, pages, before))
 
     def committed(self) -> None:
-        self.launched.pop(0)
+        """The oldest step in flight is committed."""
+        flight = self.launched.pop(0)
+        for request in flight.batch.requests:
+            self.owed.pop(request.request_id, None)
+        self._look_at_ends()
+
+    def gave_no_number(self, spoilt: set[str]) -> None:
+        """A row of the step just committed failed, and with it what others had read of its KV.
+
+        Args:
+            spoilt: who did so in a step that is in flight.
+        """
+        self.restarts = max([0, *(flight.batch.step for flight in self.launched)])
+        for name in spoilt:
+            self.lives[name].progress = (0, False, False)
+        self.owed = {name: row for name, row in self.owed.items() if self._goes_on(name)}
+
+    def failed(self) -> None:
+        """Every step in flight is taken back, and the oldest is to be tried again."""
+        flight = self.launched[0]
+        for name, life in self.lives.items():
+            life.progress = flight.before.get(name, (0, False, False))
+        requests = flight.batch.requests
+        rows = rows_of(flight.batch)
+        if len(requests) > 1:
+            self.owed.update(zip([r.request_id for r in requests], rows, strict=True))
+        else:
+            self.owed.pop(requests[0].request_id, None)
+        self.launched.clear()
+        self._look_at_ends()
+        self.owed = {name: row for name, row in self.owed.items() if self._goes_on(name)}
+
+    def _look_at_ends(self) -> None:
         for life in self.lives.values():
             life.ended = life.request.finish is not None
+
+    def _goes_on(self, name: str) -> bool:
+        return not self.lives[name].ended and self.lives[name].request.row >= 0
+
+    def _check_retry(self, batch: ScheduleBatch) -> None:
+        """Rows of a failed step come again as they were, and nothing else is in flight."""
+        assert not self.launched
+        for request, row in zip(batch.requests, rows_of(batch), strict=True):
+            assert self.owed[request.request_id] == row
 
     def _check_retractions(self, admitted_before: set[str]) -> None:
         preempted = self.scheduler.counters.preemptions > self.preemptions
         self.preemptions = self.scheduler.counters.preemptions
+        restarts = self.restarts >= 0
+        if not any(flight.batch.step <= self.restarts for flight in self.launched):
+            self.restarts = -1
         oldest = min((self.lives[i].order for i in admitted_before), default=-1)
         for life in self.lives.values():
             if life.request.retractions == life.retractions:
                 continue
             assert life.request.retractions == life.retractions + 1
             life.retractions += 1
-            assert not self.launched, "retracted while a launched step names its slots"
-            assert preempted or life.order != oldest, "the oldest admitted request was retracted"
-            life.decoding = life.cut = False
+            named = any(life.request in flight.batch.requests for flight in self.launched)
+            assert not named, "retracted while a launched step names its slots"
+            may = preempted or restarts or life.order != oldest
+            assert may, "the oldest admitted request was retracted"
+            life.progress = (0, False, False)
 
     def _check_order(self, batch: ScheduleBatch) -> None:
         """Without reuse, priorities and arrival alone decide who is admitted under fcfs."""
@@ -113,7 +185,7 @@ class NaiveModel:
         for life in self.lives.values():
             request = life.request
             due = life.decoding and life.launched < request.max_new_tokens and not life.ended
-            decode_rows_ride = self.mixing or not batch.num_prefill
+            decode_rows_ride = not batch.retry and (self.mixing or not batch.num_prefill)
             if due and decode_rows_ride:
                 assert request.request_id in carried, "a running request got no decode row"
             if request.request_id in carried:
@@ -148,8 +220,8 @@ class NaiveModel:
         self._check_pages(free, deferred, tree)
         self._check_locks(tree)
         self._check_rows(free_rows)
-        for _, pages in self.launched:
-            assert pages.isdisjoint(free), "a launched step names a free page"
+        for flight in self.launched:
+            assert flight.pages.isdisjoint(free), "a launched step names a free page"
 
     def _tree(self) -> dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]]:
         """Every node by its whole prefix, walked from the roots, with its pages."""
@@ -217,8 +289,8 @@ class NaiveModel:
         held = [request.row for request in self._holders()]
         rows = self.scheduler.config.max_running_requests
         assert sorted(held + free_rows) == list(range(1, rows + 1))
-        for batch, _ in self.launched:
-            for request, row in zip(batch.requests, batch.rows, strict=True):
+        for flight in self.launched:
+            for request, row in zip(flight.batch.requests, flight.batch.rows, strict=True):
                 assert request.row == row, "a launched row was given away"
 
     def _holders(self) -> list[Request]:
@@ -227,6 +299,24 @@ class NaiveModel:
     @property
     def page_size(self) -> int:
         return self.scheduler.config.page_size
+
+
+def rows_of(batch: ScheduleBatch) -> list[tuple[Any, ...]]:
+    """All that a row of a step is but its page numbers."""
+    sampled = {
+        b: (batch.sample_positions[i], batch.output_counts[i]) for i, b in enumerate(batch.sampled)
+    }
+    ends = list(accumulate(batch.extend_lens[: batch.num_prefill], initial=0))
+    return [
+        (
+            batch.rows[b],
+            batch.prefix_lens[b],
+            batch.extend_lens[b],
+            list(batch.input_ids[ends[b] : ends[b + 1]]) if b < batch.num_prefill else None,
+            sampled.get(b),
+        )
+        for b in range(len(batch.requests))
+    ]
 
 
 def expected_tokens(request: Request, tokens: list[int], eos: frozenset[int]) -> tuple[int, str]:

@@ -1,8 +1,8 @@
 """Drives a Scheduler by hand against a fake device that keeps a real (fake) KV memory.
 
-`FakeDevice` stores which token, at which position, was written to every KV slot and runs steps
-in launch order, so that each row must read exactly its own history through its table row: aliased
-pages, pages freed too early and stale tables all show up as a wrong token in a slot.
+`FakeDevice` stores for which tokens the KV in every slot was computed, and runs steps in launch
+order, so that each row must read exactly its own history through its table row: aliased pages, pages
+freed too early, stale tables and KV that a failed step was to write all show up as wrong content.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.config import SchedulerConfig
@@ -69,6 +70,9 @@ def scripted_token(request_id: str, index: int) -> int:
 class FakeDevice:
     """Runs batches in launch order; returns scripted tokens.
 
+    A KV slot holds a hash of everything its content depends on: the namespace, and all tokens up to
+    its position. 0: rubbish, by a step that was lost or a row that gave no number.
+
     Args:
         script: (request id, output index) to the token that is sampled.
     """
@@ -78,29 +82,37 @@ class FakeDevice:
     ) -> None:
         self.page_size = page_size
         self.table: list[dict[int, int]] = [{} for _ in range(rows + 1)]
-        self.slots: dict[int, tuple[str, int, int]] = {}  # slot: namespace, position, token
+        self.slots: dict[int, int] = {}
         self.next_tokens: dict[int, int] = {}
         self.script = script
-        self.written: dict[int, list[int]] = {}  # by step: slots
         # What each request's sequence is on the device, result by result.
         self.sampled: dict[str, list[int]] = {}
+        self._traces: dict[int, _Trace] = {}  # by step, of steps that may still be lost
+        self._writer: dict[int, tuple[str, int]] = {}  # of a slot: request, and its how manieth run
 
     def run(self, batch: ScheduleBatch) -> StepOutput:
+        for made in batch.restore:
+            self.next_tokens[made.row] = ([-1, *made.output_ids])[-1]
+        trace = self._traces[batch.step] = _Trace()
+        self._write_table(batch, trace)
+        assert len(set(batch.rows)) == len(batch.rows), "two rows of a step share a table row"
+        chains = [self._store(batch, b, trace) for b in range(len(batch.requests))]
+        for b, chain in enumerate(chains):
+            self._read(batch, b, chain, trace)
+        tokens = [self._sample(batch, i, b) for i, b in enumerate(batch.sampled)]
+        return StepOutput(tokens)
+
+    def _write_table(self, batch: ScheduleBatch, trace: _Trace) -> None:
         entries = list(zip(batch.table_rows, batch.table_indices, strict=True))
         assert len(set(entries)) == len(entries), "a table entry is written twice in one step"
         assert 0 not in batch.table_rows
         assert 0 not in batch.table_pages
         for (row, index), page in zip(entries, batch.table_pages, strict=True):
+            trace.table.append((row, index, self.table[row].get(index, 0)))
             self.table[row][index] = page
-        assert len(set(batch.rows)) == len(batch.rows), "two rows of a step share a table row"
-        histories = [self._store(batch, b) for b in range(len(batch.requests))]
-        for b, history in enumerate(histories):
-            self._read(batch, b, history)
-        tokens = [self._sample(batch, i, b) for i, b in enumerate(batch.sampled)]
-        return StepOutput(tokens)
 
-    def _store(self, batch: ScheduleBatch, b: int) -> list[int]:
-        """Writes a row's new KV; returns the tokens the row must see."""
+    def _store(self, batch: ScheduleBatch, b: int, trace: _Trace) -> list[int]:
+        """Writes a row's new KV; returns what each slot of the row must hold."""
         request, start, length = batch.requests[b], batch.prefix_lens[b], batch.extend_lens[b]
         outputs = self.sampled.setdefault(request.request_id, [])
         history = [*request.input_ids, *outputs][: start + length]
@@ -112,25 +124,23 @@ class FakeDevice:
             assert length == 1
             new = [self.next_tokens[batch.rows[b]]]
         assert new == history[start:], "the step computes other tokens than the request's"
-        for position, token in enumerate(new, start):
-            slot = self._slot(batch.rows[b], position)
-            self.slots[slot] = (request.namespace, position, token)
-            self.written.setdefault(batch.step, []).append(slot)
-        return history
+        chain = chain_of(request.namespace, history)
+        slots = [self._slot(batch.rows[b], p) for p in range(start, start + length)]
+        self.slots.update(zip(slots, chain[start:], strict=True))
+        run = request.request_id, request.scheduling.admissions
+        self._writer.update(dict.fromkeys(slots, run))
+        trace.written.append(slots)
+        return chain
 
-    def lose(self, batch: ScheduleBatch) -> None:
-        """The step failed: what it wrote is rubbish."""
-        for slot in self.written[batch.step]:
-            self.slots[slot] = ("lost", -1, -1)
-
-    def _read(self, batch: ScheduleBatch, b: int, history: list[int]) -> None:
-        namespace = batch.requests[b].namespace
-        for position, token in enumerate(history):
-            slot = self._slot(batch.rows[b], position)
-            assert self.slots[slot] == (namespace, position, token), (
-                f"step {batch.step}, {batch.requests[b].request_id}: position {position} holds"
-                f" {self.slots[slot]}, expected {token}"
-            )
+    def _read(self, batch: ScheduleBatch, b: int, chain: list[int], trace: _Trace) -> None:
+        slots = [self._slot(batch.rows[b], position) for position in range(len(chain))]
+        trace.read.append(slots)
+        found = [self.slots[slot] for slot in slots]
+        wrong = [position for position in range(len(chain)) if found[position] != chain[position]]
+        assert not wrong, (
+            f"step {batch.step}, {batch.requests[b].request_id}: positions {wrong[:8]} hold"
+            f" {'rubbish' if not found[wrong[0]] else 'the KV of other tokens'}"
+        )
 
     def _sample(self, batch: ScheduleBatch, i: int, b: int) -> int:
         request = batch.requests[b]
@@ -148,9 +158,82 @@ class FakeDevice:
         page = self.table[row][position // self.page_size]
         return page * self.page_size + position % self.page_size
 
+    # What goes wrong
+
+    def lose(self, batches: Sequence[ScheduleBatch], *, tables: bool = True) -> None:
+        """These steps, all that are in flight, were lost: what they wrote, the newest tokens
+        included, is rubbish; and unless `tables`, so is what they were to write into the table."""
+        for batch in reversed(batches):
+            trace = self._traces.pop(batch.step, None)
+            if trace is None:
+                continue  # it was never launched
+            for slot in [slot for slots in trace.written for slot in slots]:
+                self.slots[slot] = 0
+            for row in batch.rows:
+                self.next_tokens[row] = -1
+            for row, index, before in trace.table if not tables else ():
+                self.table[row][index] = before
+
+    def run_on_rubbish(self, batch: ScheduleBatch) -> None:
+        """Runs a step behind one that was never launched: nothing that comes of it is right."""
+        trace = self._traces[batch.step] = _Trace()
+        self._write_table(batch, trace)
+        for b, row in enumerate(batch.rows):
+            end = batch.prefix_lens[b] + batch.extend_lens[b]
+            indices = range(batch.prefix_lens[b] // self.page_size, -(-end // self.page_size))
+            if all(index in self.table[row] for index in indices):
+                trace.written.append([self._slot(row, p) for p in range(batch.prefix_lens[b], end)])
+
+    def give_no_number(
+        self, batch: ScheduleBatch, b: int, later: Sequence[ScheduleBatch]
+    ) -> set[str]:
+        """What a row has written is rubbish, that of a prompt's earlier chunks included, and so is
+        what later steps in flight have built on that; returns whose rows of them."""
+        bad = self._traces[batch.step].written[b]
+        if b < batch.num_prefill:
+            made = batch.requests[b]
+            run = made.request_id, made.scheduling.admissions
+            bad = [slot for slot, writer in self._writer.items() if writer == run]
+        self.slots.update(dict.fromkeys(bad, 0))
+        spoilt = set()
+        for other in later:
+            trace = self._traces.get(other.step, _Trace())  # none where it was never launched
+            for row, made in enumerate(other.requests[: len(trace.read)]):
+                if not all(self.slots[slot] for slot in trace.read[row]):
+                    spoilt.add(made.request_id)
+                    self.slots.update(dict.fromkeys(trace.written[row], 0))
+        return spoilt
+
+    def done(self, batch: ScheduleBatch) -> None:
+        """The step is committed: nothing can take it back."""
+        del self._traces[batch.step]
+
+
+@dataclass
+class _Trace:
+    """What a step did: slots per row, and (row, index, page before) of the table."""
+
+    written: list[list[int]] = field(default_factory=list)
+    read: list[list[int]] = field(default_factory=list)
+    table: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def chain_of(namespace: str, tokens: Sequence[int]) -> list[int]:
+    """For each position, a hash of the tokens up to it; never 0."""
+    chain = []
+    value = hash(namespace)
+    for token in tokens:
+        value = hash((value, token)) or 1
+        chain.append(value)
+    return chain
+
 
 class Driver:
-    """The engine's loop by hand: plan, launch, and commit one step behind when overlapping."""
+    """The engine's loop by hand: plan, launch, and commit one step behind when overlapping.
+
+    Args:
+        guilty: whether a step raises for what is in it.
+    """
 
     def __init__(
         self,
@@ -160,6 +243,7 @@ class Driver:
         script: Callable[[str, int], int] = scripted_token,
         step_s: float = 0.01,
         checked: bool = True,
+        guilty: Callable[[ScheduleBatch], bool] = lambda batch: False,
     ) -> None:
         self.config = scheduler_config or config()
         self.scheduler = Scheduler(self.config)
@@ -168,7 +252,11 @@ class Driver:
         self.now = 0.0
         self.step_s = step_s
         self.checked = checked
-        self.in_flight: deque[tuple[ScheduleBatch, StepOutput]] = deque()
+        self.guilty = guilty
+        # The output of a step that was launched, None of one whose launch raised, or which was
+        # launched behind such a one.
+        self.in_flight: deque[tuple[ScheduleBatch, StepOutput | None]] = deque()
+        self.void: dict[int, set[str]] = {}  # by step: whose rows read what was no number
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, RequestOutput] = {}
         self.batches: list[ScheduleBatch] = []
@@ -178,30 +266,77 @@ class Driver:
             self.collect(self.scheduler.add(item, self.now))
             self.tokens.setdefault(item.request_id, [])
 
-    def plan(self) -> Plan:
-        """One pass; a batch is launched at once."""
+    def plan(self, *, launches: bool = True) -> Plan:
+        """One pass; a batch is launched at once.
+
+        Args:
+            launches: the launch does not raise.
+        """
         plan = self.scheduler.plan(self.now)
         self.collect(plan.ended)
-        if plan.batch is not None:
-            self.batches.append(plan.batch)
-            self.in_flight.append((plan.batch, self.device.run(plan.batch)))
+        batch = plan.batch
+        if batch is not None:
+            self.batches.append(batch)
+            output = None
+            if self.in_flight and self.in_flight[-1][1] is None:
+                self.device.run_on_rubbish(batch)
+            elif launches:
+                output = self.device.run(batch)
+            self.in_flight.append((batch, output))
         self.verify()
         return plan
 
-    def commit(self) -> list[RequestOutput]:
-        """Commits the oldest step in flight."""
+    def commit(self, failed: Sequence[int] = ()) -> list[RequestOutput]:
+        """Commits the oldest step in flight.
+
+        Args:
+            failed: of its sampled rows, those that give no token.
+        """
         batch, output = self.in_flight.popleft()
+        assert output is not None, "its launch raised"
+        void = self.void.pop(batch.step, set())
+        later = [other for other, _ in self.in_flight]
+        for index in failed:
+            output.failed[index] = "a NaN among the logits"
+            spoilt = self.device.give_no_number(batch, batch.sampled[index], later)
+            for other in later:
+                self.void.setdefault(other.step, set()).update(spoilt)
         outputs = self.scheduler.commit(batch, output, self.now)
+        self.device.done(batch)
+        for news in outputs:
+            assert not news.token_ids or news.request.request_id not in void, "a token of rubbish"
         self.collect(outputs)
         self.verify()
         return outputs
+
+    def fail(self, *, tables: bool = True) -> list[RequestOutput]:
+        """Fails the oldest step in flight; the device is lost with it.
+
+        Args:
+            tables: what the lost steps wrote into the block table is there.
+        """
+        batches = [batch for batch, _ in self.in_flight]
+        self.in_flight.clear()
+        self.void.clear()
+        self.device.lose(batches, tables=tables)
+        outputs = self.scheduler.fail(batches[0], "the step failed", self.now)
+        assert len(outputs) <= 1
+        assert not outputs or len(batches[0].requests) == 1, "ended, though others were beside it"
+        self.collect(outputs)
+        self.verify()
+        return outputs
+
+    def settle(self) -> list[RequestOutput]:
+        """Commits the oldest step in flight, or fails it."""
+        batch, output = self.in_flight[0]
+        return self.fail() if output is None or self.guilty(batch) else self.commit()
 
     def step(self) -> Plan:
         """One turn of the loop: plan and launch, then commit what is due."""
         plan = self.plan()
         keep = 1 if self.overlap and plan.batch is not None else 0
         while len(self.in_flight) > keep:
-            self.commit()
+            self.settle()
         self.now += self.step_s
         return plan
 

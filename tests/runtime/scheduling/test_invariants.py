@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import pytest
 
 from runtime.errors import InvariantError
 from runtime.scheduling.invariants import SLICE
+from runtime.scheduling.kv_memory import Share
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
@@ -62,7 +64,7 @@ def _piece(scheduler: Scheduler) -> None:
 
 
 def _stamp(scheduler: Scheduler) -> None:
-    scheduler.memory.cache.written[7] = []
+    scheduler.memory.shares.append(Share(request("c", 9), 7, 0, array("i")))
 
 
 @pytest.mark.parametrize(

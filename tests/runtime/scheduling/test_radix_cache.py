@@ -8,7 +8,7 @@ import pytest
 
 from runtime.errors import InvariantError
 from runtime.scheduling.page_allocator import PageAllocator
-from runtime.scheduling.radix_cache import PrefixMatch, RadixCache, is_dead
+from runtime.scheduling.radix_cache import PrefixMatch, RadixCache
 from runtime.scheduling.radix_tree import Place
 
 
@@ -20,12 +20,12 @@ class Tree:
         self.cache = RadixCache(self.allocator, policy)
         self.size = page_size
 
-    def insert(self, tokens: list[int], namespace: str = "", step: int = 0) -> PrefixMatch:
+    def insert(self, tokens: list[int], namespace: str = "") -> PrefixMatch:
         """Caches the whole pages of `tokens`; gives duplicates back."""
         whole = len(tokens) // self.size
         pages = self.allocator.allocate_pages(whole)
         key = array("i", tokens[: whole * self.size]).tobytes()
-        known, node = self.cache.insert(namespace, key, pages, step)
+        known, node = self.cache.insert(namespace, key, pages)
         self.allocator.free(pages[: known // self.size])
         return PrefixMatch(whole * self.size, node)
 
@@ -124,7 +124,7 @@ def test_insertion_tells_which_pages_are_duplicates() -> None:
     first = tree.pages(tree.insert(numbers(16)))
     pages = tree.allocator.allocate_pages(6)
     key = array("i", numbers(24)).tobytes()
-    known, node = tree.cache.insert("", key, pages, 1)
+    known, node = tree.cache.insert("", key, pages)
     assert known == 16
     assert list(tree.cache.pages(node, 0, 24)) == [*first, *pages[4:]]
     assert tree.cache.pages(node, 12, 20) == array("i", [first[3], pages[4]])
@@ -192,18 +192,72 @@ def test_a_changed_eviction_policy_rules_what_is_cached() -> None:
     assert tree.match(numbers(10, 100)).tokens == 10
 
 
-def test_what_a_failed_step_wrote_is_dropped_with_all_below_it() -> None:
+def test_what_is_dropped_goes_with_all_below_it_when_its_last_reader_does() -> None:
     tree = Tree()
-    tree.insert(numbers(10), step=0)
-    tree.insert(numbers(20), step=1)
-    reader = tree.insert(numbers(30), step=2)
+    tree.insert(numbers(10))
+    reader = tree.insert([*numbers(20), *numbers(10, 500)])
+    other = tree.insert(numbers(30))
     tree.cache.lock(reader.node)
-    tree.cache.drop_written_by(1)
+    tree.cache.lock(other.node)
+    tree.cache.drop(other.node, 10)
     assert tree.match(numbers(30)).tokens == 10
-    assert is_dead(reader.node)
+    assert reader.node.dead, "it hangs below what was dropped"
+    assert other.node.dead
     free = tree.allocator.free_tokens
     tree.cache.unlock(reader.node)
-    assert tree.allocator.free_tokens == free + 20, "the last reader gives the dead pages back"
+    assert tree.allocator.free_tokens == free + 10, "the last reader gives the dead pages back"
+    tree.cache.unlock(other.node)
+    assert tree.allocator.free_tokens == free + 30
+    tree.check()
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["appended in place", "below"])
+@pytest.mark.parametrize("known", [0, 4])
+def test_an_insertion_that_is_taken_back_leaves_its_pages_to_whom_they_belong(
+    alone: bool, known: int
+) -> None:
+    """Taken back behind 12 + known tokens, where the caller's own prefix ended behind 12."""
+    tree = Tree()
+    held = tree.insert(numbers(12))
+    tree.cache.lock(held.node)
+    tree.cache.count_use(held.node)
+    if not alone:
+        tree.insert([*numbers(12), *numbers(5, 900)])
+    tree.insert(numbers(12 + known))
+    pages = tree.allocator.allocate_pages(18)
+    key = array("i", numbers(18, 12)).tobytes()
+    found, mine = tree.cache.insert("", key, pages, held.node)
+    assert found == known
+    tree.cache.move_lock(held.node, mine)
+    tree.match(numbers(20))  # splits what was inserted
+    tree.insert([*numbers(25), *numbers(5, 500)])  # hangs below it
+    free = tree.allocator.free_tokens
+    above = tree.cache.above(mine, 12)
+    assert above is not None
+    assert above.end == 12
+    tree.cache.move_lock(mine, above)
+    tree.cache.take_back(mine, 12 + known)
+    assert tree.allocator.free_tokens == free + 5, "but for what was put below"
+    assert tree.match(numbers(30)).tokens == 12 + known
+    tree.allocator.free(pages)
+    tree.cache.unlock(above)
+    tree.check()
+    assert tree.cache.protected_tokens == 0
+
+
+def test_what_ends_before_the_last_tokens_of_a_path() -> None:
+    tree = Tree()
+    upper = tree.insert(numbers(10))
+    tree.insert(numbers(5, 100))
+    lower = tree.insert([*numbers(10), *numbers(20, 500)])
+    assert tree.cache.above(lower.node, 10) is tree.match(numbers(10)).node
+    assert tree.cache.above(lower.node, 30) is lower.node
+    assert tree.cache.above(lower.node, 0) is None
+    split = tree.cache.above(lower.node, 22)
+    assert split is not None
+    assert (split.start, split.end) == (10, 22)
+    assert split is lower.node.parent
+    assert upper.tokens == 10
     tree.check()
 
 
@@ -219,23 +273,14 @@ def test_flush_refuses_locked_prefixes() -> None:
     assert tree.cache.evictable_tokens == 0
 
 
-def test_what_a_failed_step_wrote_is_dropped_from_the_middle_of_a_node() -> None:
+def test_what_is_dropped_may_begin_in_the_middle_of_a_node() -> None:
     tree = Tree()
-    first = tree.insert(numbers(10), step=0)
-    tree.insert(numbers(20), step=1)
-    last = tree.insert(numbers(30), step=2)
-    assert last.node is first.node, "one node holds what three steps wrote"
-    tree.cache.drop_written_by(1)
-    assert tree.match(numbers(30)).tokens == 10
+    first = tree.insert(numbers(10))
+    last = tree.insert(numbers(30))
+    assert last.node is first.node, "one node holds what was inserted in pieces"
+    tree.cache.drop(last.node, 20)
+    assert tree.match(numbers(30)).tokens == 20
     tree.check()
-
-
-def test_a_committed_step_drops_nothing() -> None:
-    tree = Tree()
-    tree.insert(numbers(10), step=0)
-    tree.cache.written_for_good(0)
-    tree.cache.drop_written_by(0)
-    assert tree.match(numbers(10)).tokens == 10
 
 
 class TestShape:
@@ -260,7 +305,7 @@ class TestShape:
         tree.cache.lock(reader.node)
         key = array("i", range(10, 20)).tobytes()
         pages = tree.allocator.allocate_pages(10)
-        known, node = tree.cache.insert("", key, pages, 0, below=reader.node)
+        known, node = tree.cache.insert("", key, pages, below=reader.node)
         assert (known, node) == (0, reader.node)
         assert tree.cache.protected_tokens == 20
         tree.check()

@@ -24,7 +24,6 @@ Prefix = tuple[str, tuple[int, ...]]  # namespace, tokens in whole pages
 @dataclass(eq=False)
 class Page:
     number: int
-    step: int
     inserted: int
     used: int = 0
     admissions: int = 0
@@ -34,16 +33,26 @@ class Page:
 
 @dataclass(eq=False)
 class Reader:
-    """A request: its prefix in the cache, and the newest step that names it."""
+    """A request: its prefix in the cache."""
 
     prefix: Prefix
     node: Node | None
     pages: list[Page]
-    step: int = -1
 
     @property
     def lost(self) -> bool:
         return any(page.dropped for page in self.pages)
+
+
+@dataclass(eq=False)
+class Growth:
+    """What a reader put into the cache: where its prefix ended before, what it then found there,
+    in tokens, and its own pages."""
+
+    reader: Reader
+    before: int
+    known: int
+    pages: list[int]
 
 
 @dataclass
@@ -93,12 +102,12 @@ class Model:
             return page.admissions, page.used
         return (page.used,) if self.policy == "lru" else (page.inserted,)
 
-    def drop(self, step: int) -> None:
-        for prefix in [p for p, page in self.pages.items() if page.step == step]:
-            for gone in [prefix, *self.extensions(prefix)]:
-                page = self.pages.pop(gone, None)
-                if page is not None:
-                    page.dropped = True
+    def drop(self, prefix: Prefix, position: int) -> None:
+        """What follows the first `position` tokens of a prefix goes, with all that follows it."""
+        name, tokens = prefix
+        first = (name, tokens[: position + self.page_size])
+        for gone in [first, *self.extensions(first)]:
+            self.pages.pop(gone).dropped = True
 
 
 class Life:
@@ -111,8 +120,7 @@ class Life:
         self.model = Model(page_size, policy)
         self.size = page_size
         self.readers: list[Reader] = []
-        self.in_flight: list[int] = []
-        self.step = 0
+        self.growths: list[Growth] = []  # newest last
         self.waiting = [self.prompt() for _ in range(8)]
         self.counts: Counter[str] = Counter()
 
@@ -164,7 +172,7 @@ class Life:
     def grow(self) -> None:
         """A reader puts what its step computes into the cache, be it there already or not."""
         alive = [reader for reader in self.readers if not reader.lost]
-        if not alive or not self.in_flight:
+        if not alive:
             return
         reader = self.rng.choice(alive)
         count = self.rng.randint(1, 6)
@@ -174,53 +182,68 @@ class Life:
         new = [self.rng.choice([0, 1, 1, 3]) for _ in range(count) for _ in range(self.size)]
         if self.rng.random() < 0.7:
             new = [page for token in new[:: self.size] for page in [token] * self.size]
-        reader.step = self.in_flight[-1]
         reader.prefix = (name, (*before, *new))
         mine = list(self.allocator.allocate_pages(count))
         missing = [head for head in self.model.heads(reader.prefix) if head not in self.model.pages]
         known, node = self.cache.insert(
-            name, array("i", new).tobytes(), array("i", mine), reader.step, reader.node
+            name, array("i", new).tobytes(), array("i", mine), reader.node
         )
         self.cache.move_lock(reader.node, node)
         reader.node = node
         assert known == (count - len(missing)) * self.size
         self.model.now += 1
         for head, number in zip(missing, mine[count - len(missing) :], strict=True):
-            self.model.pages[head] = Page(number, reader.step, self.model.now)
+            self.model.pages[head] = Page(number, self.model.now)
         self.allocator.free(mine[: count - len(missing)])
         self.model.use(reader.prefix)
         for page in self.model.path(reader.prefix)[len(reader.pages) :]:
             page.readers += 1
             page.admissions += 1
             reader.pages.append(page)
+        before_tokens = len(before)
+        growth = Growth(reader, before_tokens, before_tokens + known, mine[known // self.size :])
+        self.growths.append(growth)
 
     def release(self) -> None:
-        done = [reader for reader in self.readers if reader.step not in self.in_flight]
-        if done:
-            reader = self.rng.choice(done)
+        if self.readers:
+            reader = self.rng.choice(self.readers)
             self.readers.remove(reader)
+            self.growths = [growth for growth in self.growths if growth.reader is not reader]
             self.cache.unlock(reader.node)
             for page in reader.pages:
                 page.readers -= 1
 
-    def launch(self) -> None:
-        if len(self.in_flight) == 2:
-            self.settle()
-        self.in_flight.append(self.step)
-        self.step += 1
+    def take_back(self) -> None:
+        """The newest insertions are undone, as long as nobody has started from them."""
+        while self.growths and self.rng.random() < 0.7:
+            growth = self.growths.pop()
+            reader, size = growth.reader, self.size
+            added = reader.pages[growth.known // size :]
+            if reader.lost or any(page.readers > 1 for page in added):
+                return
+            above = self.cache.above(reader.node, growth.before)
+            self.cache.move_lock(reader.node, above)
+            if added:
+                self.cache.take_back(reader.node, growth.known)
+                self.model.drop(reader.prefix, growth.known)
+            self.allocator.free(growth.pages)
+            for page in reader.pages[growth.before // size :]:
+                page.readers -= 1
+                page.admissions -= 1
+            del reader.pages[growth.before // size :]
+            reader.prefix = (reader.prefix[0], reader.prefix[1][: growth.before])
+            reader.node = above
+            self.counts["taken back"] += len(added)
 
-    def settle(self) -> None:
-        """The oldest step in flight is committed, or fails."""
-        if not self.in_flight:
-            return
-        step = self.in_flight.pop(0)
-        self.allocator.step_done(step)
-        if self.rng.random() < 0.7:
-            self.cache.written_for_good(step)
-            return
-        self.counts["dropped"] += sum(page.step == step for page in self.model.pages.values())
-        self.cache.drop_written_by(step)
-        self.model.drop(step)
+    def drop(self) -> None:
+        """What a reader has in the cache is wrong from somewhere on."""
+        alive = [reader for reader in self.readers if reader.pages and not reader.lost]
+        if alive and self.rng.random() < 0.2:
+            reader = self.rng.choice(alive)
+            position = self.rng.randrange(len(reader.pages)) * self.size
+            self.cache.drop(reader.node, position)
+            self.model.drop(reader.prefix, position)
+            self.counts["dropped"] += len(reader.pages) - position // self.size
 
     def evict(self) -> None:
         wanted = self.rng.choice([1, 2, 3, 5, 20])
@@ -272,14 +295,13 @@ class Life:
 def test_random_lives_agree_with_the_model(policy: str, page_size: int, node_pages: int) -> None:
     life = Life(page_size, page_size, policy, node_pages * page_size)
     actions = [life.look, life.admit, life.grow, life.grow, life.grow, life.release, life.release]
-    actions += [life.launch, life.settle, life.evict]
+    actions += [life.take_back, life.drop, life.evict]
     for _ in range(1500):
         life.rng.choice(actions)()
         life.check()
     assert life.counts["evicted"] > 100
     assert life.counts["dropped"] > 20
-    life.settle()
-    life.settle()
+    assert life.counts["taken back"] > 20
     while life.readers:
         life.release()
         life.check()

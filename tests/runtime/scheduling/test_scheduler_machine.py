@@ -19,8 +19,9 @@ from hypothesis.stateful import (
 )
 
 from runtime.config import EVICTION_POLICIES, POLICIES, SchedulerConfig
-from runtime.errors import ContextTooLong, QueueFull
+from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
 from runtime.request import Finish, FinishReason
+from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.runtime.scheduling.naive_model import NaiveModel, expected_tokens
 from tests.runtime.scheduling.scheduler_harness import EOS, Driver, request
 
@@ -65,7 +66,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         tpot_slo_ms=draw(st.sampled_from([0.0, 0.0, 3.0])),
         enable_prefill_delayer=draw(st.sampled_from([False, True])),
         delayer_max_passes=draw(st.integers(0, 5)),
-        max_queued_requests=draw(st.sampled_from([0, 0, 12])),
+        max_queued_requests=draw(st.sampled_from([0, 0, 4, 12])),
         priority_preemption_threshold=draw(st.sampled_from([0, 5])),
         disable_priority_preemption=draw(st.booleans()),
         waiting_timeout_s=draw(st.sampled_from([0.0, 0.0, 0.0, 0.5])),
@@ -76,9 +77,12 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 class SchedulerMachine(RuleBasedStateMachine):
     steps = 0  # passes over all examples
 
-    @initialize(made=configs(), overlap=st.booleans())
-    def start(self, made: SchedulerConfig, overlap: bool) -> None:
+    @initialize(made=configs(), overlap=st.booleans(), guilty=st.sampled_from([0, 0, 7]))
+    def start(self, made: SchedulerConfig, overlap: bool, guilty: int) -> None:
+        """guilty: one request in so many makes every step raise that computes its third token."""
         self.driver = Driver(made, overlap=overlap, script=script, checked=False)
+        self.driver.guilty = self.is_guilty
+        self.guilty_one_in = guilty
         self.scheduler = self.driver.scheduler
         self.model = NaiveModel(
             self.scheduler, not made.disable_mixed_chunk, not made.disable_radix_cache
@@ -101,6 +105,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.add_one(rng, family, common, extra)
         self.check()
 
+    def is_guilty(self, batch: ScheduleBatch) -> bool:
+        every = self.guilty_one_in
+        return bool(every) and any(
+            int(batch.requests[b].request_id[1:]) % every == 0 and count == 2
+            for b, count in zip(batch.sampled, batch.output_counts, strict=True)
+        )
+
     def add_one(self, rng: random.Random, family: int, common: float, extra: str) -> None:
         capacity = self.scheduler.memory.capacity_tokens
         shared = [10_000 * (family + 1) + i for i in range(int(common * capacity))]
@@ -116,21 +127,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             options["deadline_s"] = self.driver.now + 0.3
         if extra == "logprobs":
             options["prompt_logprobs"] = 0
-        made = request(
-            f"r{self.count}",
-            shared + unique,
-            rng.choice([1, 10, max(capacity // 8, 1), max(capacity // 3, 1)]),
-            arrival_s=self.driver.now,
-            priority=rng.choice([0, 0, 0, 3, 10]),
-            namespace=rng.choice(["", "", "", "salt"]),
-            min_tokens=rng.choice([0, 0, 3]),
-            ignore_eos=extra == "ignore_eos",
-            **options,
-        )
-        self.count += 1
-        with suppress(ContextTooLong, QueueFull):
-            self.driver.add(made)
-            self.model.added(made)
+        choices = [
+            request(
+                f"r{self.count + choice}",
+                shared + unique,
+                rng.choice([1, 10, max(capacity // 8, 1), max(capacity // 3, 1)]),
+                arrival_s=self.driver.now,
+                priority=priority,
+                namespace=namespace,
+                min_tokens=rng.choice([0, 0, 3]),
+                ignore_eos=extra == "ignore_eos",
+                **options,
+            )
+            for priority in [rng.choice([0, 0, 0, 3, 10])]
+            for namespace in [rng.choice(["", "", "", "salt"])]
+            for choice in range(rng.choice([1, 1, 1, 3]))
+        ]
+        self.count += len(choices)
+        waiting = self.scheduler.statistics().waiting
+        with suppress(ContextTooLong, QueueFull, InvalidRequest):
+            self.driver.collect(self.scheduler.add_group(choices, self.driver.now))
+            for made in choices:
+                self.driver.tokens[made.request_id] = []
+                self.model.added(made)
+            return
+        assert self.scheduler.statistics().waiting == waiting, "refused, and somebody had to go"
 
     @rule(turns=st.integers(1, 12))
     def turn(self, turns: int) -> None:
@@ -139,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             planned = self.plan()
             keep = 1 if self.driver.overlap and planned else 0
             while len(self.driver.in_flight) > keep:
-                self.commit()
+                self.settle()
             self.driver.now += 0.01
 
     @rule()
@@ -147,19 +168,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A pass at a moment of its own, two steps in flight at most."""
         self.plan()
 
-    @precondition(lambda self: self.driver.in_flight)
     @rule()
-    def commit_late(self) -> None:
-        self.commit()
+    def plan_and_fail_to_launch(self) -> None:
+        self.plan(launches=False)
 
     @precondition(lambda self: self.driver.in_flight)
     @rule()
-    def fail_step(self) -> None:
-        batch, _ = self.driver.in_flight.popleft()
-        self.driver.collect(self.scheduler.fail(batch, "device lost", self.driver.now))
-        self.driver.device.lose(batch)
-        self.model.committed()
+    def settle_late(self) -> None:
+        self.settle()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule(tables=st.booleans())
+    def fail_step(self, tables: bool) -> None:
+        self.driver.fail(tables=tables)
+        self.model.failed()
         self.check()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule(pick=st.integers(0, 7))
+    def give_no_number(self, pick: int) -> None:
+        """A row of the oldest step in flight gives no token."""
+        self.settle(pick)
 
     @precondition(lambda self: self.model.lives)
     @rule(pick=st.integers(0, 1000), kind=st.sampled_from(["abort", "abort", "finish"]))
@@ -231,13 +260,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # The loop's parts
 
-    def plan(self) -> bool:
+    def plan(self, *, launches: bool = True) -> bool:
         holders = {
             name
             for name, life in self.model.lives.items()
             if life.request.row >= 0 and not life.request.finish
         }
-        plan = self.driver.plan()
+        plan = self.driver.plan(launches=launches)
         type(self).steps += 1
         self.model.planned(plan.batch, holders)
         if plan.batch is None:
@@ -247,11 +276,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check()
         return plan.batch is not None
 
-    def commit(self) -> None:
+    def settle(self, bad: int | None = None) -> None:
+        """Commits the oldest step in flight, the sampled row `bad` without a token; or fails it."""
         batch, output = self.driver.in_flight[0]
-        output.device_s = 0.001 + 0.0001 * batch.prefill_tokens + 0.0001 * (batch.step % 7)
-        self.driver.commit()
-        self.model.committed()
+        if output is None or self.driver.guilty(batch):
+            self.driver.fail()
+            self.model.failed()
+        else:
+            output.device_s = 0.001 + 0.0001 * batch.prefill_tokens + 0.0001 * (batch.step % 7)
+            failed = [bad % len(batch.sampled)] if bad is not None and batch.sampled else []
+            self.driver.commit(failed)
+            self.model.committed()
+            if failed:
+                self.model.gave_no_number(set().union(*self.driver.void.values()))
         self.check()
 
     def check(self) -> None:

@@ -575,30 +575,6 @@ class TestEndings:
         assert driver.reason(other) == "length"
         driver.assert_all_free()
 
-    def test_a_failed_step_ends_its_requests_and_what_was_built_on_it(self) -> None:
-        driver = Driver(config(capacity_tokens=2001))
-        bystander = request("bystander", 5, 30)
-        driver.add(bystander)
-        driver.plan()
-        driver.commit()
-        prefix = list(range(100, 160))
-        driver.add(request("a", prefix, 5))
-        failing = driver.plan().batch
-        # Admitted while step N is in flight, on the prefix that N computes.
-        driver.add(request("b", [*prefix, 1], 5))
-        driver.plan()
-        driver.in_flight.popleft()
-        driver.collect(driver.scheduler.fail(failing, "device lost", driver.now))
-        driver.scheduler.check()
-        assert driver.reason("a") == driver.reason("b") == driver.reason("bystander") == "error"
-        assert driver.ended["b"].finish.message == "device lost"
-        driver.run()
-        assert driver.scheduler.statistics().cached_tokens == 5, "only what N did not write"
-        driver.assert_all_free()
-        driver.add(request("again", prefix, 5))
-        driver.run()
-        assert driver.ended["again"].request.cached_tokens == 0
-
     def test_steps_are_committed_in_order(self) -> None:
         driver = Driver()
         driver.add(request("r", 5, 5))

@@ -103,10 +103,12 @@ class LiveTraffic:
                 launched = (plan.batch, pending.result().token_ids)
                 done += 1
                 idle_passes = 0
+                if plan.batch.retry:
+                    self._count("retries")
             idle_passes += 1
             assert idle_passes < 5000, f"stuck: {plan.reason}, {scheduler.statistics()}"
-            if in_flight is not None:
-                self._settle(scheduler, *in_flight)
+            if in_flight is not None and not self._settle(scheduler, *in_flight):
+                launched = None
             in_flight = launched
             scheduler.check()
 
@@ -118,13 +120,14 @@ class LiveTraffic:
 
     def _settle(
         self, scheduler: RecordingScheduler, batch: ScheduleBatch, tokens: list[int]
-    ) -> None:
+    ) -> bool:
+        """Commits a step, or fails it; then the later one that is launched is dropped: False."""
         self._tick()
         draw = self._random.random()
         if draw < 0.003:
             self._count("failed steps")
             self._note(scheduler.fail(batch, "the device was lost", self.now))
-            return
+            return False
         # The runner's tokens, but for an EOS now and then.
         tokens = [EOS if self._random.random() < 0.01 else token for token in tokens]
         output = self._runner_output(tokens)
@@ -132,6 +135,7 @@ class LiveTraffic:
             self._count("failed rows")
             output.failed[self._random.randrange(len(tokens))] = "a NaN among the logits"
         self._note(scheduler.commit(batch, output, self.now))
+        return True
 
     def _runner_output(self, tokens: list[int]) -> Any:
         from runtime.runner import StepOutput
@@ -173,9 +177,23 @@ class LiveTraffic:
         prompt = list(range(10, 10 + draw.choice((0, 16, 40)))) + [
             draw.randint(10, 400) for _ in range(draw.randint(1, 120))
         ]
-        self._made += 1
-        request = Request(
-            request_id=f"r{self._made}",
+        priority = draw.choice((0, 0, 0, 0, 5, 20))
+        choices = []
+        for _ in range(draw.choice((1, 1, 1, 1, 3))):
+            self._made += 1
+            choices.append(self._request(f"r{self._made}", prompt, priority))
+        if len(choices) > 1:
+            self._count("groups")
+        try:
+            self._note(scheduler.add_group(choices, self.now))
+            self._live.extend(request.request_id for request in choices)
+        except LoomserveError as error:
+            self._count(type(error).__name__)
+
+    def _request(self, request_id: str, prompt: list[int], priority: int) -> Request:
+        draw = self._random
+        return Request(
+            request_id=request_id,
             input_ids=array("i", prompt),
             sampling=SamplingParams(
                 max_new_tokens=draw.choice((None, 1, 8, 64, 200, 600)),
@@ -184,13 +202,8 @@ class LiveTraffic:
                 temperature=0.7,
             ),
             arrival_s=self.now,
-            priority=draw.choice((0, 0, 0, 0, 5, 20)),
+            priority=priority,
             namespace=draw.choice(("", "", "tenant")),
             deadline_s=self.now + 3.0 if draw.random() < 0.05 else None,
             grammar=CompilingGrammar(draw.randint(0, 30)) if draw.random() < 0.1 else None,
         )
-        try:
-            self._note(scheduler.add(request, self.now))
-            self._live.append(request.request_id)
-        except LoomserveError as error:
-            self._count(type(error).__name__)

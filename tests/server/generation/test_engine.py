@@ -17,16 +17,18 @@ from tests.fakes import VOCAB_SIZE, counts, fake_runner, fake_server, says
 
 
 class Faulty(SimRunner):
-    """Fails, in the way given, the first step that holds a prompt which begins with X."""
+    """Fails, in the way given, the first step that holds a prompt which begins with X, or every
+    one that does."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, *, always: bool = False) -> None:
         super().__init__(counts, vocab_size=VOCAB_SIZE)
         self.how = how
+        self.always = always
         self.failed = False
 
     def _hit(self, batch, after: int) -> bool:
         marked = [r for r in batch.requests if r.input_ids[0] == ord("X")]
-        hit = any(len(r.output_ids) >= after for r in marked) and not self.failed
+        hit = any(len(r.output_ids) >= after for r in marked) and (self.always or not self.failed)
         self.failed |= hit
         return hit
 
@@ -66,6 +68,39 @@ async def test_a_failing_step_ends_its_requests_and_no_others(how):
         assert [r.failed for r in server.service.engine.records if r.failed] == ["RuntimeError"]
         status, _ = await server.get("/health")
         assert status == 200
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
+@pytest.mark.parametrize("how", ["launch", "result"])
+async def test_a_prompt_that_every_step_fails_for_ends_alone(how, overlap):
+    runner = Faulty(how, always=True)
+    async with fake_server(runner=runner, disable_overlap=not overlap) as server:
+        prompts = ["Ya", "X", "Zbcd", "Wef"]
+        broken = await asyncio.gather(*(stream(server, prompt) for prompt in prompts))
+        async with fake_server() as healthy:
+            whole = [await stream(healthy, prompt) for prompt in prompts]
+        for prompt, got, expected in zip(prompts, broken, whole, strict=True):
+            if prompt == "X":
+                assert got[-1]["error"]["type"] == "server_error"
+                assert "secret" not in json.dumps(got)
+            else:
+                assert got[-1] == "[DONE]"
+                assert text_of(got) == text_of(expected)
+        await server.wait_idle()
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
+@pytest.mark.parametrize("how", ["launch", "result"])
+async def test_a_step_that_fails_once_ends_nobody_where_there_are_others(how, overlap):
+    async with fake_server(runner=Faulty(how), disable_overlap=not overlap) as server:
+        answers = await asyncio.gather(*(stream(server, prompt) for prompt in ("Ya", "X", "Z")))
+        assert [answer[-1] for answer in answers] == ["[DONE]"] * 3
+        await server.wait_idle()
+
+
+def text_of(events):
+    choices = [c for e in events if isinstance(e, dict) for c in e.get("choices", ())]
+    return "".join(choice["text"] for choice in choices)
 
 
 async def test_a_row_that_gives_no_token_ends_alone():
