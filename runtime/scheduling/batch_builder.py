@@ -87,8 +87,13 @@ def _write_tables(batch: ScheduleBatch, memory: KVMemory) -> None:
         first, last = record.synced_pages, len(request.pages)
         if first >= last:
             continue
-        batch.table_rows.extend(array("i", [request.row]) * (last - first))
-        batch.table_indices.extend(memory.page_indices(first, last))
-        batch.table_pages.extend(request.pages[first:] if first else request.pages)
+        rows, pages = array("i", [request.row]) * (last - first), request.pages[first:]
+        indices = memory.page_indices(first, last)
+        if not batch.table_rows:  # a long prefix is 60,000 entries: no copy without need
+            batch.table_rows, batch.table_indices, batch.table_pages = rows, indices, pages
+        else:
+            batch.table_rows.extend(rows)
+            batch.table_indices.extend(indices)
+            batch.table_pages.extend(pages)
         record.synced_pages = last
     memory.stale_tables.clear()

@@ -7,7 +7,6 @@ meanwhile is to wait.
 from __future__ import annotations
 
 from collections import Counter
-from copy import copy
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from runtime.scheduling.radix_tree import Node
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
-SLICE = 4096  # pages between two pauses
+SLICE = 2048  # pages between two pauses
 NODE_COST = 64  # of looking at a node, in pages
 
 
@@ -98,7 +97,7 @@ class _Recount:
             yield
         for batch in self._launched:
             for request in batch.requests:
-                named = any(self._owned[page] for page in request.pages)
+                named = any(map(self._owned.__getitem__, request.pages))
                 _require(not named, "a launched step names a free page")
         self._own(allocator.deferred())
 
@@ -183,9 +182,10 @@ class _Recount:
     def _check_place(self, request: Request) -> None:
         """What is remembered of a prompt leads where a look from the root does."""
         record, tree = request.scheduling, self._cache.tree
-        if not self._memory.cache_enabled:
+        remembered, fresh = record.place, Place()
+        if remembered.node is None:
             return
-        place, fresh = copy(record.place), Place()
+        place = Place(remembered.node, remembered.tokens, remembered.seen)
         for looked_up in (place, fresh):
             tree.seek(looked_up, request.namespace, record.key, match_limit(request))
         same = (place.node, place.tokens) == (fresh.node, fresh.tokens)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from runtime.scheduling.kv_memory import KVMemory
     from runtime.scheduling.waiting_queue import Entry, WaitingQueue
 
-# Nodes of the cache that a pass may enter to learn how much of the waiting prompts is cached: half
-# a millisecond. What is known of a prompt stays known, so that only what is new is to be found out;
-# a burst of prompts with tens of thousands of cached tokens each takes some passes.
+# Visits to the cache in which a pass learns how much of the waiting prompts is cached: a quarter to
+# half a millisecond. What is known of a prompt stays known, so that only what is new is to be found
+# out; a burst of prompts with tens of thousands of cached tokens each takes some passes.
 MATCH_VISITS = 256
 
 

@@ -6,8 +6,8 @@ bytes of their first page. Source: RadixAttention, arXiv:2312.07104, section 3.
 
 What shaped it:
 - A continuation is appended to its leaf, so that a prompt computed in small chunks is not a chain
-  of small nodes. But no node grows beyond NODE_TOKENS: splitting, cutting or comparing one costs
-  a bounded time, and the nodes that a walk enters (`visits`) measure what it costs.
+  of small nodes. But no node grows beyond NODE_TOKENS: splitting, cutting or joining one costs a
+  few microseconds at most.
 - A split makes a new node for the *upper* part and lets the old object keep the lower one, so that
   whoever holds a lock on a node goes on holding the end of its own prefix. Where two nodes become
   one the lower object stays as well.
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOKEN_BYTES = 4
-NODE_TOKENS = 2048
+NODE_TOKENS = 8192
+VISIT_BYTES = 8192  # of a node's key that a walk compares in about a microsecond
 NO_LIMIT = 1 << 60
 
 
@@ -110,7 +111,7 @@ class RadixTree:
         self.page_size = page_size
         self.roots: dict[str, Node] = {}
         self.losses = 0  # times that something was taken out
-        self.visits = 0  # nodes entered by walks
+        self.visits = 0  # by walks, in all: one per node, more for a long one
         self.node_pages = max(node_tokens // page_size, 1)
         self._page_bytes = page_size * TOKEN_BYTES
 
@@ -124,7 +125,8 @@ class RadixTree:
         Args:
             key: bytes of the prompt's tokens; what the place remembers of them has not changed.
             limit: most tokens that may match.
-            most_visits: nodes to enter; a walk cut short goes on from there the next time.
+            most_visits: about as many microseconds; a walk cut short goes on from there the next
+                time.
         """
         unit = self._page_bytes
         end = min(len(key), max(limit, 0) * TOKEN_BYTES) // unit * unit
@@ -177,7 +179,7 @@ class RadixTree:
             if child is None or visits >= most_visits:
                 break
             node, inside = child, 0
-            visits += 1
+            visits += 1 + (len(child.key) - 1) // VISIT_BYTES
         self.visits += visits
         return node, at
 

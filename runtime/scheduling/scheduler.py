@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
 MAX_IN_FLIGHT = 2
+# A prompt is looked up in the cache when it arrives, for a millisecond at most, so that a pass has
+# only to find out what has changed since.
+ARRIVAL_VISITS = 1024
 # What the books are laid out by; everything else may change while requests run.
 _FIXED_OPTIONS = (
     "capacity_tokens",
@@ -137,6 +140,7 @@ class Scheduler:
             self._next_seq += 1
             request.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]
             life.add(request, now)
+            self.memory.look_up(request, ARRIVAL_VISITS)
         self._books_change()
         self.counters.displaced += len(displaced)
         return [self._end(*pair) for pair in displaced]

@@ -116,7 +116,7 @@ def test_a_long_prompt_in_small_chunks_costs_as_much_at_its_end_as_at_its_start(
     while scheduler.has_unfinished:
         passes.append(turn(scheduler))
     assert len(passes) >= 625
-    assert max(passes[-100:]) < 1.2 * max(passes[100:200])
+    assert max(passes[-300:]) < 1.2 * max(passes[10:300])
 
 
 def test_a_pass_that_admits_many_costs_as_much_for_each_as_one_that_admits_few() -> None:

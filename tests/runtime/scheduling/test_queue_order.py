@@ -8,6 +8,7 @@ import pytest
 
 from runtime.config import POLICIES
 from runtime.request import Request
+from runtime.runner import StepOutput
 from runtime.scheduling.policies import BY_NAME
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
@@ -46,6 +47,20 @@ def test_lpm_is_the_longest_cached_prefix_first_ties_by_arrival() -> None:
     ]
     driver = driver_of("lpm")
     assert order_of(driver, *made) == ["full", "full2", "half", "cold", "cold2"]
+
+
+def test_a_burst_over_a_long_document_is_ordered_at_once() -> None:
+    """It takes more to find out what is cached of them all than a pass may spend on that."""
+    document = list(range(30_000))
+    options = {"capacity_tokens": 60_001, "context_length": 40_000, "chunked_prefill_size": 8192}
+    scheduler = Scheduler(config(schedule_policy="lpm", max_running_requests=1, **options))
+    scheduler.add(request("document", document, 1), 0.0)
+    for _ in range(4):
+        batch = scheduler.plan(0.0).batch
+        scheduler.commit(batch, StepOutput([7] * len(batch.sampled)), 0.0)
+    for i in range(60):
+        scheduler.add(request(f"r{i}", [*document[: 20_000 + 100 * i], 50_000 + i], 1), 0.0)
+    assert [made.request_id for made in scheduler.plan(0.0).batch.requests] == ["r59"]
 
 
 def test_lpm_with_a_long_queue_is_fcfs() -> None:

@@ -17,7 +17,7 @@ class Tree:
 
     def __init__(self, pages: int = 400, page_size: int = 1, policy: str = "lru") -> None:
         self.allocator = PageAllocator((pages + 1) * page_size, page_size)
-        self.cache = RadixCache(self.allocator, policy)
+        self.cache = RadixCache(self.allocator, policy, node_tokens=2048)
         self.size = page_size
 
     def insert(self, tokens: list[int], namespace: str = "") -> PrefixMatch:
