@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
 
@@ -67,6 +69,19 @@ class AttentionBatch:
     page_size: int
     max_q_len: int
     max_kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's experts follow from the router's logits.
+
+    Args:
+        top_k: experts of a token: those with the largest softmax, the lower id among equals.
+        renormalise: their weights are divided by their sum; else the softmax's values are taken.
+    """
+
+    top_k: int
+    renormalise: bool
 
 
 @dataclass(slots=True)
@@ -187,6 +202,29 @@ class OpSet(Protocol):
 
     def gelu_and_mul(self, x: Tensor, *, tanh: bool) -> Tensor:
         """gelu(x[:, :F]) * x[:, F:] -> [T, F], with the tanh form or the exact one."""
+        ...
+
+    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """The experts of each token for router logits [T, E]: ids [T, k] int64, the largest first,
+        and weights [T, k] float32."""
+        ...
+
+    def pack_experts(
+        self, experts: Iterable[tuple[Tensor, Tensor]], *, quantization: str | None = None
+    ) -> Any:
+        """The experts' weights (gate_up [2F, H], down [H, F]) in the backend's own layout; see
+        `pack_linear`."""
+        ...
+
+    def run_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: str
+    ) -> Tensor:
+        """The sum over a token's experts of weight * down(activation(gate) * up), [T, H] in x's
+        type, for x [T, H] and ids, weights [T, k] as `route` gives them.
+
+        The sum is float32 and in an order that does not depend on the other tokens. Beyond it a
+        token's result depends on them as far as `linear` does.
+        """
         ...
 
     def sample(self, logits: Tensor, s: SamplingTensors) -> Tensor:

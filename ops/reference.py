@@ -13,9 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.blocks.dense_mlp import act_and_mul
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, Routing, SamplingTensors
 
 NEG_INF = float("-inf")
 
@@ -99,6 +103,14 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def gelu_and_mul(x: Tensor, *, tanh: bool) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     return (F.gelu(gate, approximate="tanh" if tanh else "none") * up).to(x.dtype)
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    probs, ids = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, ids = probs[:, : routing.top_k], ids[:, : routing.top_k]
+    if routing.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights
 
 
 # --------------------------------------------------------------------------- sampling
@@ -217,6 +229,7 @@ class ReferenceOps:
     decode_attention = staticmethod(extend_attention)
     silu_and_mul = staticmethod(silu_and_mul)
     gelu_and_mul = staticmethod(gelu_and_mul)
+    route = staticmethod(route)
     sample = staticmethod(sample)
 
     def pack_linear(
@@ -230,6 +243,26 @@ class ReferenceOps:
         weight, bias = packed
         wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         return wide.to(x.dtype)
+
+    def pack_experts(
+        self, experts: Iterable[tuple[Tensor, Tensor]], *, quantization: str | None = None
+    ) -> Any:
+        return [
+            tuple(self.pack_linear(weight, quantization=quantization) for weight in expert)
+            for expert in experts
+        ]
+
+    def run_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: str
+    ) -> Tensor:
+        """Token by token, expert by expert."""
+        out = torch.zeros(x.shape, device=x.device)
+        for t in range(x.shape[0]):
+            for expert, weight in zip(ids[t].tolist(), weights[t], strict=True):
+                gate_up, down = packed[expert]
+                inner = act_and_mul(self.linear(x[t : t + 1], gate_up), activation, self)
+                out[t] += weight * self.linear(inner, down)[0].float()
+        return out.to(x.dtype)
 
     def compile(self, model: DecoderModel) -> CompiledDecoder | None:
         return None

@@ -113,11 +113,13 @@ class RunnerInfo:
     Args:
         max_total_tokens: KV tokens of the pool, the reserved page included.
         vocab_size: ids that can be sampled are 0 .. vocab_size - 1.
+        chunk_tokens: prefill tokens of a step where no option says; None: as many as a time allows.
         details: free text pairs (device, dtype, kernels) for /server_info.
     """
 
     max_total_tokens: int
     vocab_size: int
+    chunk_tokens: int | None = None
     details: dict[str, str] = field(default_factory=dict)
 
 

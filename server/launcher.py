@@ -7,28 +7,32 @@ import gc
 import json
 import logging
 import os
+import shlex
 import signal
 import ssl
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import uvloop
 
-from runtime.config import SchedulerConfig
+from runtime.checkpoints.generation_config import read_sampling
 from runtime.errors import ConfigError, LoomserveError
 from runtime.scheduling.scheduler import Scheduler
+from runtime.scheduling.seed_steps import measure_steps
+from runtime.sizing import describe_chunks, size_scheduler
 from server.app import app_runner
 from server.formats.model_format import ModelFormat
 from server.generation.engine import Engine
 from server.generation.generator import Generator
 from server.generation.metrics import Metrics
-from server.generation.params import ApiLimits
+from server.generation.params import ApiLimits, SamplingDefaults
 from server.http.connections import Connections
-from server.http.sockets import BACKLOG, base_url, listen
+from server.http.sockets import BACKLOG, base_url, forget_path, listen, listen_on_path
 from server.service import Service
 from server.text.tokenizer import Tokenizer
 
@@ -36,14 +40,13 @@ if TYPE_CHECKING:
     import socket
     from typing import Any
 
+    from runtime.config import SchedulerConfig
     from runtime.runner import Runner
-    from server.args import ServerConfig
+    from server.config import ServerConfig
 
 log = logging.getLogger("loomserve")
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-CPU_CHUNK_TOKENS = 128
-GPU_CHUNK_TOKENS = 8192
 # After the drain, what is cut off gets this long to send its last event.
 SHUTDOWN_SECONDS = 2.0
 
@@ -55,7 +58,7 @@ def run(config: ServerConfig) -> int:
     signal.signal(signal.SIGTERM, _leave_while_starting)
     started = time.perf_counter()
     try:
-        sockets = listen(config.host, config.port)
+        sockets = listen_on_path(config.uds) if config.uds else listen(config.host, config.port)
         context = _tls_context(config)
         service = make_service(config, _load(config))
         service.model_format.prepare()
@@ -68,7 +71,11 @@ def run(config: ServerConfig) -> int:
     # What was loaded stays for good; the collector need not walk it again and again.
     gc.collect()
     gc.freeze()
-    uvloop.run(serve(service, sockets, tls=context))
+    try:
+        uvloop.run(serve(service, sockets, tls=context))
+    finally:
+        if config.uds:
+            forget_path(config.uds)
     return 0
 
 
@@ -109,12 +116,19 @@ def _tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a server is made of below HTTP. scheduler: made for this runner."""
+    """What a server is made of below HTTP.
+
+    Args:
+        scheduler: made for this runner.
+        model_name: the model's own, for a server that is told no other.
+        defaults: what requests get that do not say how they are sampled.
+    """
 
     runner: Runner
     scheduler: Scheduler
     tokenizer: Tokenizer
     model_name: str
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 def _load(config: ServerConfig) -> Parts:
@@ -130,37 +144,54 @@ def _load(config: ServerConfig) -> Parts:
         path = Path(config.runner.model).expanduser()
         name = path.resolve().name.removesuffix(".gguf")
     folder = model_folder(path, cache_dir, _progress)
+    defaults = sampling_defaults(config.generation_config, folder)
     template = Path(config.chat_template) if config.chat_template is not None else None
     with ThreadPoolExecutor(1) as pool:
         # Importing torch takes longer than the tokenizer, and lets other threads run.
         loading = pool.submit(Tokenizer.load, folder, template)
         from runtime.execution.build import build_runner
+        from runtime.execution.warm_up import time_step
 
         tokenizer = loading.result()
-    options = dict(config.scheduler)
-    defaults = SchedulerConfig(capacity_tokens=2**31, context_length=2**30, **options)
     runner, info = build_runner(
         config.runner,
-        page_size=defaults.page_size,
-        max_running_requests=defaults.max_running_requests,
+        page_size=config.scheduler.page_size,
+        max_running_requests=config.scheduler.max_running_requests,
         tokenizer_size=tokenizer.vocab_size,
         tokenizer_eos_id=tokenizer.eos_token_id,
         progress=_progress,
     )
-    on_cpu = runner.info.details.get("device", "cpu").startswith("cpu")
-    options.setdefault("chunked_prefill_size", CPU_CHUNK_TOKENS if on_cpu else GPU_CHUNK_TOKENS)
-    scheduler_config = SchedulerConfig(
+    scheduler_config = size_scheduler(
+        config.scheduler,
         capacity_tokens=runner.info.max_total_tokens,
         context_length=info.context_length,
         eos_token_ids=info.eos_token_ids,
-        **options,
+        device_chunk_tokens=runner.info.chunk_tokens,
+        measure=lambda bound_s: measure_steps(
+            partial(time_step, runner), bound_s=bound_s, context_length=info.context_length
+        ),
     )
+    _progress(describe_chunks(scheduler_config))
     return Parts(
         runner,
         _make_scheduler(scheduler_config, config.record),
         tokenizer,
-        config.served_model_name or name,
+        name,
+        defaults,
     )
+
+
+def sampling_defaults(option: str, folder: Path) -> SamplingDefaults:
+    """What requests get that do not say how they are sampled: the settings that the model in
+    `folder` brings with it ("auto"), the server's own ("none"), or those of another folder.
+
+    Raises: ModelError: the folder's file is missing or wrong.
+    """
+    if option == "none":
+        return SamplingDefaults()
+    if option == "auto":
+        return SamplingDefaults(**read_sampling(folder))
+    return SamplingDefaults(**read_sampling(Path(option).expanduser(), required=True))
 
 
 def _make_scheduler(config: SchedulerConfig, trace: str | None) -> Scheduler:
@@ -190,9 +221,9 @@ async def serve(
     loop = asyncio.get_running_loop()
     assert runner.server is not None
     factory = service.connections.guard(runner.server)
-    servers = [
-        await loop.create_server(factory, sock=sock, ssl=tls, backlog=BACKLOG) for sock in sockets
-    ]
+    # A path is not an address to asyncio.
+    create = loop.create_unix_server if service.config.uds else loop.create_server
+    servers = [await create(factory, sock=sock, ssl=tls, backlog=BACKLOG) for sock in sockets]
     _announce(base_url(sockets, tls=tls is not None), service)
     await stop.wait()
     await _drain(service)
@@ -209,14 +240,17 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
     """The parts of a server, put together; its engine is not started yet."""
     runner, scheduler, tokenizer = parts.runner, parts.scheduler, parts.tokenizer
     tokenizer.limit_ids(runner.info.vocab_size)
-    metrics = Metrics(parts.model_name, scheduler.statistics, scheduler.waited_seconds)
+    model, *aliases = dict.fromkeys(config.served_model_name or (parts.model_name,))
+    metrics = Metrics(model, scheduler.statistics, scheduler.waited_seconds)
     engine = Engine(runner, scheduler, tokenizer, metrics, overlap=not config.disable_overlap)
     limits = ApiLimits(
-        model=parts.model_name,
+        model=model,
+        aliases=tuple(aliases),
         vocab_size=min(runner.info.vocab_size, tokenizer.vocab_size),
         context_length=scheduler.config.context_length,
         max_logprobs=config.max_logprobs,
         max_n=config.max_n,
+        defaults=parts.defaults,
     )
     generator = Generator(
         engine,
@@ -285,10 +319,13 @@ def _announce(url: str, service: Service) -> None:
         path = "/v1/completions"
         body |= {"prompt": "The capital of France is", "max_tokens": 32}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if service.config.api_key else ""
-    insecure = " -k" if url.startswith("https") else ""
-    print(f"loomserve is ready on {url} with model {service.limits.model}. Try:\n")
+    how = " -k" if url.startswith("https") else ""
+    uds = service.config.uds
+    if uds is not None:
+        how += f" --unix-socket {shlex.quote(uds)}"
+    print(f"loomserve is ready on {uds or url} with model {service.limits.model}. Try:\n")
     print(
-        f"  curl -N{insecure} {url}{path}{key} -H 'Content-Type: application/json'"
+        f"  curl -N{how} {url}{path}{key} -H 'Content-Type: application/json'"
         f" -d '{json.dumps(body)}'\n",
         flush=True,
     )

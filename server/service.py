@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from server.args import ServerConfig
+    from server.config import ServerConfig
     from server.formats.model_format import ModelFormat
     from server.generation.engine import Engine
     from server.generation.generator import Generator

@@ -15,7 +15,8 @@ from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.sim_runner import SimRunner
 from server.app import app_runner
-from server.args import ServerConfig
+from server.config import ServerConfig
+from server.generation.params import SamplingDefaults
 from server.http.sockets import base_url, listen
 from server.launcher import Parts, make_service
 from server.text.chat_template import ChatTemplate
@@ -130,6 +131,7 @@ def make_fake_service(
     *,
     scheduler: dict[str, Any] | None = None,
     context_length: int = 2048,
+    defaults: SamplingDefaults | None = None,
     **options: Any,
 ) -> Service:
     """A service on a simulated runner. scheduler, options: fields of the two configs."""
@@ -142,7 +144,7 @@ def make_fake_service(
         **{"max_running_requests": 16, "chunked_prefill_size": 64, **(scheduler or {})},
     )
     server_config = ServerConfig(runner=RunnerConfig(), port=0, **options)
-    parts = Parts(runner, Scheduler(config), tokenizer, MODEL)
+    parts = Parts(runner, Scheduler(config), tokenizer, MODEL, defaults or SamplingDefaults())
     return make_service(server_config, parts)
 
 

@@ -25,6 +25,8 @@ STANDARD_LIBRARY_ONLY = (
     "runtime/simulation/",
     "runtime/config.py",
     "runtime/errors.py",
+    "runtime/options.py",
+    "runtime/sizing.py",
     "runtime/request.py",
     "runtime/runner.py",
 )

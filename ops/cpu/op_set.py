@@ -17,11 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import reference
+from ops.blocks.dense_mlp import act_and_mul
 from ops.cpu import attention
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, Routing, SamplingTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,34 @@ class CpuOps:
     def gelu_and_mul(self, x: Tensor, *, tanh: bool) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate.float(), approximate="tanh" if tanh else "none").mul_(up).to(x.dtype)
+
+    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        return reference.route(logits, routing)
+
+    def pack_experts(
+        self, experts: Iterable[tuple[Tensor, Tensor]], *, quantization: str | None = None
+    ) -> Any:
+        return [
+            tuple(self.pack_linear(weight, quantization=quantization) for weight in expert)
+            for expert in experts
+        ]
+
+    def run_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: str
+    ) -> Tensor:
+        """Expert by expert, each for all of its tokens, so that its weights are read once. A
+        token's sum runs through its experts in the order of their ids."""
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        chosen, order = ids.flatten().sort(stable=True)
+        counts = torch.bincount(chosen, minlength=len(packed)).tolist()
+        tokens = (order // ids.shape[1]).split(counts)
+        factors = weights.flatten()[order].split(counts)
+        for (gate_up, down), rows, factor in zip(packed, tokens, factors, strict=True):
+            if not rows.shape[0]:
+                continue
+            inner = act_and_mul(self.linear(x[rows], gate_up), activation, self)
+            out.index_add_(0, rows, self.linear(inner, down).float() * factor[:, None])
+        return out.to(x.dtype)
 
     def sample(self, logits: Tensor, s: SamplingTensors) -> Tensor:
         return reference.sample(logits, s)

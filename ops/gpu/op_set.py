@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import reference
 from ops.gpu.activation import gelu_and_mul, silu_and_mul
 from ops.gpu.decode_attention import decode_attention
+from ops.gpu.experts import pack_experts, run_experts
 from ops.gpu.extend_attention import extend_attention
 from ops.gpu.rms_norm import add_rms_norm, rms_norm
 from ops.gpu.rotary import rotary
@@ -16,6 +18,8 @@ from ops.gpu.sampling import sample
 from ops.gpu.store_kv import store_kv
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ops.decoder import CompiledDecoder, DecoderModel
 
 
@@ -32,6 +36,7 @@ class GpuOps:
     decode_attention = staticmethod(decode_attention)
     silu_and_mul = staticmethod(silu_and_mul)
     gelu_and_mul = staticmethod(gelu_and_mul)
+    route = staticmethod(reference.route)
     sample = staticmethod(sample)
 
     def pack_linear(
@@ -45,6 +50,19 @@ class GpuOps:
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         weight, bias = packed
         return F.linear(x, weight, bias)
+
+    def pack_experts(
+        self, experts: Iterable[tuple[Tensor, Tensor]], *, quantization: str | None = None
+    ) -> Any:
+        """Raises ValueError on a quantization."""
+        if quantization is not None:
+            raise ValueError(f"quantization {quantization!r}: the GPU op set has none")
+        return pack_experts(experts)
+
+    def run_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: str
+    ) -> Tensor:
+        return run_experts(x, ids, weights, packed, activation, self)
 
     def compile(self, model: DecoderModel) -> CompiledDecoder | None:
         """None: a step runs op by op, and a decode step is replayed as a CUDA graph."""

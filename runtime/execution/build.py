@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.checkpoints.open_checkpoint import open_checkpoint
+from runtime.config import CPU_TOTAL_TOKENS
 from runtime.errors import ConfigError, ModelError, shown
 from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import DTYPES, Device, open_device
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from runtime.config import RunnerConfig
     from runtime.models.family import Family
 
-CPU_TOTAL_TOKENS = 32768
 _MIN_TOTAL_TOKENS = 1024  # a GPU with room for less is refused
 
 
@@ -42,14 +42,12 @@ class ModelInfo:
         path: the folder or file that was loaded.
         context_length: tokens of a sequence, prompt and output together.
         eos_token_ids: ids that end a generation.
-        generation_config: the model's own sampling defaults, empty where it has none.
     """
 
     path: Path
     model_type: str
     context_length: int
     eos_token_ids: frozenset[int]
-    generation_config: dict[str, Any]
 
 
 def build_runner(
@@ -97,7 +95,6 @@ def build_runner(
         model_type=str(checkpoint.config["model_type"]),
         context_length=context_length,
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, model.vocab_size),
-        generation_config=checkpoint.generation_config,
     )
     sizes = RunnerSizes(
         page_size=page_size,
@@ -105,6 +102,7 @@ def build_runner(
         rows=max_running_requests,
         context_length=context_length,
     )
+    _check_memory(sizes, device, model)
     runner = ModelRunner(device, decoder, sizes, eos_token_ids=info.eos_token_ids)
     runner.graphs = _capture_graphs(runner, config, progress)
     if device.queued:
@@ -177,6 +175,21 @@ def _total_tokens(config: RunnerConfig, device: Device, model: DecoderModel, pag
             f"max_total_tokens {total}: must be at least three pages of {page_size} tokens"
         )
     return pages * page_size
+
+
+_TABLE_ENTRY_BYTES = 4
+
+
+def _check_memory(sizes: RunnerSizes, device: Device, model: DecoderModel) -> None:
+    """Raises: ConfigError: pool and block table could not be had even from an empty device."""
+    kv = sizes.total_tokens * bytes_per_token(model, device.dtype)
+    table = sizes.rows * -(-sizes.context_length // sizes.page_size) * _TABLE_ENTRY_BYTES
+    there = device.memory_bytes()
+    if kv + table > there:
+        raise ConfigError(
+            f"max_total_tokens {sizes.total_tokens} with max_running_requests {sizes.rows}: KV of"
+            f" {kv:,} bytes and a block table of {table:,}; this device has {there:,} in all"
+        )
 
 
 def _tokens_that_fit(config: RunnerConfig, device: Device, model: DecoderModel) -> int:

@@ -15,6 +15,7 @@ import ops
 from ops.cpu.build import KernelBuildError
 from ops.cpu.load import CpuOptions
 from runtime.checkpoints.cache_folder import resolve_cache_dir
+from runtime.config import GPU_CHUNK_TOKENS
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Device:
         pinned: host memory can be page-locked, so that copies run beside the host.
         graphs: decode steps can be captured and replayed.
         memory_budget_bytes: for weights and KV together; None: not limited by the device.
+        chunk_tokens: prefill tokens of a step by default; None: as many as a time allows.
     """
 
     torch_device: torch.device
@@ -96,6 +98,7 @@ class Device:
     graphs: bool
     memory_budget_bytes: int | None
     description: str
+    chunk_tokens: int | None = None
 
     def fence(self) -> Fence:
         return _CudaFence() if self.queued else _ImmediateFence()
@@ -127,6 +130,12 @@ class Device:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
         return host.copy_(tensor, non_blocking=True)
+
+    def memory_bytes(self) -> int:
+        """All the memory there is."""
+        if not self.queued:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def used_bytes(self) -> int:
         """Device memory that is taken, measured: by this process, by its context, by others."""
@@ -222,6 +231,7 @@ def _open_cuda(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
         graphs=not config.disable_cuda_graph,
         memory_budget_bytes=int(total * config.mem_fraction_static),
         description=torch.cuda.get_device_name(device),
+        chunk_tokens=GPU_CHUNK_TOKENS,
     )
 
 

@@ -102,6 +102,7 @@ class ModelRunner:
         self.info = RunnerInfo(
             max_total_tokens=sizes.total_tokens,
             vocab_size=decoder.model.vocab_size,
+            chunk_tokens=device.chunk_tokens,
             details={
                 "device": device.description,
                 "dtype": str(device.dtype).removeprefix("torch."),

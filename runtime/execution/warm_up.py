@@ -18,6 +18,8 @@ from runtime.runner import SampleMasks
 from runtime.scheduling.schedule_batch import ScheduleBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from runtime.execution.model_runner import ModelRunner
 
 # A kernel for prompts, one for a mixed step of few tokens, and one for decode rows.
@@ -46,22 +48,38 @@ def warm_up(runner: ModelRunner) -> None:
     _run(runner, 1, _EXTRAS, SampleMasks([0], words))
 
 
+def time_step(runner: ModelRunner, tokens: int, history: int, rows: int, row_tokens: int) -> float:
+    """Seconds of a step with a piece of a prompt and decode rows, for `seed_steps.measure_steps`.
+    The runner must be idle."""
+    greedy = SamplingParams(temperature=0.0)
+    return _run(runner, tokens, greedy, history=history, rows=[row_tokens] * rows)
+
+
 def _run(
-    runner: ModelRunner, length: int, sampling: SamplingParams, masks: SampleMasks | None = None
-) -> None:
+    runner: ModelRunner,
+    length: int,
+    sampling: SamplingParams,
+    masks: SampleMasks | None = None,
+    *,
+    history: int = 0,
+    rows: Sequence[int] = (),
+) -> float:
+    """Seconds of a step. rows: cached tokens of the decode rows beside the prompt."""
     tokens = array("i", [_TOKEN] * length)
+    starts, lengths = [history, *rows], [length, *[1] * len(rows)]
+    count = len(starts)
     batch = ScheduleBatch(
         step=0,
         num_prefill=1,
-        requests=[Request("warm-up", tokens, sampling, arrival_s=0.0)],
-        rows=array("i", [0]),
-        prefix_lens=array("i", [0]),
-        extend_lens=array("i", [length]),
+        requests=[Request("warm-up", tokens, sampling, arrival_s=0.0)] * count,
+        rows=array("i", [0] * count),
+        prefix_lens=array("i", starts),
+        extend_lens=array("i", lengths),
         input_ids=tokens,
-        sampled=array("i", [0]),
-        sample_positions=array("i", [length]),
-        output_counts=array("i", [0]),
+        sampled=array("i", range(count)),
+        sample_positions=array("i", map(sum, zip(starts, lengths, strict=True))),
+        output_counts=array("i", [0] * count),
     )
     step = runner.launch(batch)
     step.sample(masks)
-    step.result()
+    return step.result().device_s

@@ -48,6 +48,7 @@ class _Reader:
         dtype: torch.dtype,
         context_length: int,
         quantization: str | None,
+        progress: Callable[[str], None],
     ) -> None:
         self.ops = ops
         self.quantization = quantization
@@ -57,6 +58,8 @@ class _Reader:
         self._device = device
         self._dtype = dtype
         self._left = dict.fromkeys(checkpoint.tensors)
+        self._progress = progress
+        self._reported = time.monotonic()
         self._shared: dict[int, Tensor] = {}
 
     def has(self, name: str) -> bool:
@@ -82,11 +85,18 @@ class _Reader:
                 f"{self._checkpoint.path}: tensor {name!r} is of type {info.dtype}; quantized"
                 " checkpoints are not supported"
             )
+        self._report()
         raw = self._checkpoint.read(name)
         self._left.pop(name, None)
         tensor = torch.frombuffer(raw.buffer, dtype=dtype).view(raw.shape)
         # A copy, since a view would keep the whole mapped file resident for as long as it serves.
         return tensor.to(self._device, self._dtype, copy=True)
+
+    def _report(self) -> None:
+        if time.monotonic() - self._reported > _PROGRESS_S:
+            self._reported = time.monotonic()
+            total = len(self._checkpoint.tensors)
+            self._progress(f"loading tensor {total - len(self._left) + 1} of {total}")
 
     def shared(self, source: Source, make: Callable[[], Tensor]) -> Tensor:
         if id(source) not in self._shared:
@@ -119,7 +129,6 @@ class WeightLoader:
     ) -> None:
         self._family = family
         self._ops = ops
-        self._progress = progress
         self._reader = _Reader(
             checkpoint,
             ops,
@@ -127,6 +136,7 @@ class WeightLoader:
             dtype=dtype,
             context_length=context_length,
             quantization=quantization,
+            progress=progress,
         )
 
     def load(self, sampled_ids: int) -> DecoderModel:
@@ -159,14 +169,10 @@ class WeightLoader:
         )
 
     def _layers(self, root: str) -> tuple[tuple[Block, ...], ...]:
-        described, layers = self._family.model.layers, []
-        reported = time.monotonic()
-        for i, layer in enumerate(described):
+        layers = []
+        for i, layer in enumerate(self._family.model.layers):
             self._reader.prefix = f"{root}layers.{i}."
             layers.append(loaded(layer, self._reader))
-            if time.monotonic() - reported > _PROGRESS_S:
-                reported = time.monotonic()
-                self._progress(f"loading layer {i + 1} of {len(described)}")
         return tuple(layers)
 
     def _head(self, embedding: Tensor, vocab_size: int) -> Any:

@@ -68,6 +68,14 @@ def per_layer(config: Config, key: str) -> list[Any] | None:
     return value
 
 
+def integers(config: Config, key: str) -> list[int]:
+    """A list of integers, empty where there is none."""
+    value = _given(config, key, [])
+    if not isinstance(value, list) or not all(type(entry) is int for entry in value):
+        raise _wrong(key, value, "a list of integers")
+    return value
+
+
 def section(config: Config, key: str) -> dict[str, Any]:
     """An object within the config, empty where there is none."""
     value = config.get(key) or {}

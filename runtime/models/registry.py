@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, Callable[[dict[str, Any]], Family]] = {
     "llama": llama.read,
     "mistral": mistral.read,
+    "mixtral": mistral.read_mixtral,
     "qwen2": qwen2.read,
     "qwen3": qwen3.read,
+    "qwen3_moe": qwen3.read_moe,
     "phi3": phi3.read,
     "gemma2": gemma.read_gemma2,
     "gemma3_text": gemma.read_gemma3,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SMOOTHING = 0.75
 ALIGN_TOKENS = 64
 NO_STATIC = 1 << 30
+ENOUGH_SEEDS = 5  # steps measured at start are chosen to differ in every term
 PAGE_PARTS = 4  # the smallest timed chunk of a started prompt is this part of a page
 
 
@@ -167,7 +168,7 @@ class TimedChunkSizer:
         self._reach = TargetReach() if config.tpot_slo_ms else None
         # Where they are of another size, steps without decode rows say little of those with some.
         self._learns_from_all = config.disable_mixed_chunk or self._bound_s > 0
-        self._model = StepTimeModel()
+        self._model = StepTimeModel(ENOUGH_SEEDS) if config.measured_steps else StepTimeModel()
         for *shape, seconds in config.measured_steps:
             self._model.observe(StepShape(*map(int, shape)), seconds)
         self.predicted_s: float | None = None

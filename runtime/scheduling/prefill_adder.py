@@ -198,7 +198,8 @@ class PrefillAdder:
     def _admit(self, request: Request, match: PrefixMatch, extend: int) -> Verdict:
         whole = self._ceil(extend) <= self.rem_chunk
         tokens = extend if whole else self._cut_behind(match.tokens, self.rem_chunk)
-        if tokens <= 0:
+        # An aligned cut may leave some of the chunk; only one prompt at a time is ever cut.
+        if tokens <= 0 or (not whole and self.chunked is not None):
             return self._refuse(Verdict.OTHER, Reason.CHUNK_BUDGET)
         if self._ceil(tokens) > self.cur_rem:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_STEP)

@@ -57,11 +57,15 @@ class Coefficients(NamedTuple):
 class StepTimeModel:
     """Online regression of step times.
 
-    The first step is dropped: it pays for what is done once. `coefficients` is None until enough
-    steps with prefill tokens were seen.
+    The first step is dropped: it pays for what is done once.
+
+    Args:
+        enough: steps with prefill tokens before which `coefficients` is None. Steps of a load are
+            much alike, so that it takes more of them than there are unknowns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enough: int = MIN_SAMPLES) -> None:
+        self._enough = enough
         size = len(_SCALES)
         self._gram = [[0.0] * size for _ in range(size)]
         self._moment = [0.0] * size
@@ -73,7 +77,7 @@ class StepTimeModel:
 
     @property
     def coefficients(self) -> Coefficients | None:
-        if self._stale and self._prefill_steps >= MIN_SAMPLES:
+        if self._stale and self._prefill_steps >= self._enough:
             self._fitted = self._fit()
             self._stale = False
         return self._fitted

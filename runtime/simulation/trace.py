@@ -32,7 +32,7 @@ from runtime.errors import ConfigError
 from runtime.request import Finish, FinishReason, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from runtime.scheduling.schedule_batch import ScheduleBatch
@@ -195,6 +195,7 @@ def config_from(record: dict[str, Any], overrides: dict[str, Any] | None = None)
         if name not in known:
             raise ConfigError(f"option {name!r}: not an option of the scheduler")
     given["eos_token_ids"] = frozenset(given.get("eos_token_ids", ()))
+    given["measured_steps"] = tuple(tuple(step) for step in given.get("measured_steps", ()))
     return SchedulerConfig(**given)
 
 
@@ -204,17 +205,23 @@ def parse_override(text: str) -> tuple[str, Any]:
     Raises: ConfigError: an unknown name, or a value of another type than the option's."""
     name, separator, value = text.partition("=")
     name = name.strip().lstrip("-").replace("-", "_")
-    kinds = {f.name: f.type for f in fields(SchedulerConfig)}
-    if not separator or name not in kinds or name == "eos_token_ids":
-        options = ", ".join(sorted(set(kinds) - {"eos_token_ids"}))
-        raise ConfigError(f"{text!r}: must be NAME=VALUE with NAME one of {options}")
-    kind = str(kinds[name])
+    kinds = {f.name: str(f.type) for f in fields(SchedulerConfig) if str(f.type) in _READERS}
+    if not separator or name not in kinds:
+        names = ", ".join(sorted(kinds))
+        raise ConfigError(f"{text!r}: must be NAME=VALUE with NAME one of {names}")
     try:
-        if kind == "bool":
-            return name, {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-        return name, {"int": int, "float": float, "str": str}[kind](value)
+        return name, _READERS[kinds[name]](value)
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"{name} {value!r}: must be a value of type {kind}") from error
+        raise ConfigError(f"{name} {value!r}: must be a value of type {kinds[name]}") from error
+
+
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_READERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": lambda text: _BOOLEANS[text.lower()],
+}
 
 
 def request_record(request: Request) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.metadata
 import time
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -18,6 +18,10 @@ from server.args import public_options
 from server.generation.params import GenerationParams
 from server.http.errors import Draining
 from server.service import SERVICE, json_response, new_id
+from server.version import version
+
+if TYPE_CHECKING:
+    from server.service import Service
 
 HEALTH_GENERATE_SECONDS = 20.0
 
@@ -83,13 +87,6 @@ async def flush_cache(request: web.Request) -> web.Response:
     return json_response({"flushed": flushed, "message": message}, 200 if flushed else 409)
 
 
-def version() -> str:
-    try:
-        return importlib.metadata.version("loomserve")
-    except importlib.metadata.PackageNotFoundError:  # run from a folder, never installed
-        return "unknown"
-
-
 async def server_info(request: web.Request) -> web.Response:
     """GET /server_info: options (no secrets), sampling defaults, runner, scheduler."""
     service = request.app[SERVICE]
@@ -98,12 +95,25 @@ async def server_info(request: web.Request) -> web.Response:
             "version": version(),
             "model": service.limits.model,
             "options": public_options(service.config),
+            "sizes": _sizes(service),
             "sampling_defaults": dataclasses.asdict(service.limits.defaults),
             "runner": service.engine.runner.info.details,
             "max_total_tokens": service.engine.runner.info.max_total_tokens,
             "statistics": dataclasses.asdict(service.engine.scheduler.statistics()),
         }
     )
+
+
+def _sizes(service: Service) -> dict[str, Any]:
+    """What was derived from the options, the model and the device."""
+    config = service.engine.scheduler.config
+    return {
+        "context_length": config.context_length,
+        "max_total_tokens": config.capacity_tokens,
+        "chunked_prefill_size": config.chunked_prefill_size,
+        "step_bound_ms": config.step_bound_ms,
+        "served_model_name": list(service.limits.names),
+    }
 
 
 async def debug_requests(request: web.Request) -> web.Response:

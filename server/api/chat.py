@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from runtime.errors import InvalidRequest
-from server.api.answers import ChatAnswer
+from server.api.chat_answer import ChatAnswer
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
 from server.api.delivery import send
 from server.api.fields import Body, ignored, refused, required, served
 from server.api.incoming import read_body
 from server.api.kinds import MAX_LOGPROBS, Boolean, Choice, Integer, JsonObject
 from server.api.request_fields import OpenAIFields
-from server.formats.answer_parser import MessageParser, PlainContent
+from server.formats.answer_parser import AnswerParser
 from server.formats.chat_messages import parse_messages
 from server.formats.tools import parse_tools
 from server.service import REQUEST_ID, SERVICE, new_id
@@ -180,7 +180,7 @@ class ChatPlan:
 
     prompt_ids: list[int]
     params: GenerationParams
-    new_parser: Callable[[], MessageParser] = PlainContent
+    new_parser: Callable[[], AnswerParser] = AnswerParser
 
 
 async def plan_chat(chat: Chat, service: Service) -> ChatPlan:

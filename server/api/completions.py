@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from runtime.errors import InvalidRequest, wrong
-from server.api.answers import CompletionAnswer
+from server.api.completions_answer import CompletionAnswer
 from server.api.delivery import send
 from server.api.fields import refused, required, served
 from server.api.incoming import read_body

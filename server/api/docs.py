@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from server.api.admin import version
 from server.api.field_table import rows_of
 from server.api.fields import inner_bodies
 from server.api.openapi import BODIES, DESCRIPTION, document
 from server.api.openapi import ROUTES as DESCRIBED
 from server.service import SERVICE, json_response
+from server.version import version
 
 if TYPE_CHECKING:
     from server.api.fields import Body

@@ -30,7 +30,7 @@ from server.api.json_schema import maybe, ref
 from server.api.kinds import Kind, Limit, resolved
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from server.api.json_schema import Schema
     from server.api.kinds import Reading
@@ -153,7 +153,7 @@ class Body:
         open: other fields are handed on, so none is unknown.
         one_of: names of attributes of which exactly one must be given.
         declared: every known name with its declaration; the body's own before its bases'.
-        attributes: the served fields, each once.
+        attributes: the served fields, each once; required: those that must be there.
         values: of the served fields, by attribute.
         given: the JSON object.
     """
@@ -164,6 +164,9 @@ class Body:
     one_of: ClassVar[tuple[str, ...]] = ()
     declared: ClassVar[Mapping[str, Served[Any] | Unserved]]
     attributes: ClassVar[tuple[Served[Any], ...]]
+    required: ClassVar[tuple[Served[Any], ...]]
+    _defaults: ClassVar[Mapping[str, Any]]
+    _limits: ClassVar[Mapping[str, Limit]]
 
     def __init_subclass__(cls) -> None:
         attributes: dict[str, Served[Any]] = {}
@@ -177,6 +180,10 @@ class Body:
         cls.attributes = tuple(attributes.values())
         served_names = {name: one for one in cls.attributes for name in one.names}
         cls.declared = served_names | {k: v for k, v in unserved.items() if k not in served_names}
+        cls.required = tuple(one for one in cls.attributes if one.default is REQUIRED)
+        optional = {a: one.default for a, one in attributes.items() if one.default is not REQUIRED}
+        cls._defaults = {a: v for a, v in optional.items() if not isinstance(v, Limit)}
+        cls._limits = {a: v for a, v in optional.items() if isinstance(v, Limit)}
 
     def __init__(self, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         self.values = values
@@ -192,9 +199,9 @@ class Body:
         if not isinstance(value, dict):
             raise wrong(where or "body", value, "a JSON object")
         prefix = where + "." if where else ""
-        found: dict[str, Any] = {}
+        known, found = cls.declared, dict(cls._defaults)
         for name, given in value.items():
-            declared = cls.declared.get(name)
+            declared = known.get(name)
             if declared is None:
                 if not cls.open:
                     reading.note(prefix + name)
@@ -204,14 +211,15 @@ class Body:
                 declared.check(given, prefix + name)
             else:
                 read = declared.kind.read(given, prefix + name, reading)
-                if all(value.get(other) is None for other in _names_before(declared, name)):
+                if declared.names[0] == name or _first_given(declared, value) == name:
                     found[declared.attribute] = read
-        for declared in cls.attributes:
+        for declared in cls.required:
             if declared.attribute not in found:
-                if declared.default is REQUIRED:
-                    allowed = declared.kind.allowed(reading.limits)
-                    raise wrong(prefix + declared.names[0], None, allowed)
-                found[declared.attribute] = resolved(declared.default, reading.limits)
+                allowed = declared.kind.allowed(reading.limits)
+                raise wrong(prefix + declared.names[0], None, allowed)
+        for attribute, default in cls._limits.items():
+            if attribute not in found:
+                found[attribute] = default.resolved(reading.limits)
         if cls.one_of and sum(found[name] not in _NOT_GIVEN for name in cls.one_of) != 1:
             choices = ", ".join(cls.one_of)
             name = prefix + getattr(cls, cls.one_of[0]).names[0]
@@ -224,11 +232,9 @@ class Body:
         """Raises: InvalidRequest: fields that are right by themselves make no sense together."""
 
 
-def _names_before(declared: Served[Any], name: str) -> Iterator[str]:
-    for other in declared.names:
-        if other == name:
-            return
-        yield other
+def _first_given(declared: Served[Any], value: Mapping[str, Any]) -> str:
+    """Which of a field's names counts."""
+    return next(name for name in declared.names if value.get(name) is not None)
 
 
 def schema_of(body: type[Body], limits: ApiLimits) -> Schema:
@@ -245,7 +251,7 @@ def schema_of(body: type[Body], limits: ApiLimits) -> Schema:
         properties[name] = {**schema, "description": declared.meaning}
         if default not in (REQUIRED, None):
             properties[name]["default"] = default
-    needed = [d.names[0] for d in body.attributes if d.default is REQUIRED]
+    needed = [one.names[0] for one in body.required]
     schema = {"type": "object", "properties": properties, "required": needed}
     names = [name for one in body.one_of for name in getattr(body, one).names]
     if names:
@@ -266,7 +272,7 @@ class Record(Kind[B]):
         return self.body.read(value, reading, where)
 
     def allowed(self, limits: ApiLimits | None) -> str:
-        names = [one.names[0] for one in self.body.attributes if one.default is REQUIRED]
+        names = [one.names[0] for one in self.body.required]
         return "an object" + (f" with {' and '.join(names)}" if names else "")
 
     def schema(self, limits: ApiLimits) -> Schema:

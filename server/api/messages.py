@@ -242,7 +242,8 @@ class ConversationBody(TemplateFields, GeneratingBody):
     unserved = (
         *CACHED,
         *refused("nothing is stored between requests", "container", "thread"),
-        *refused("send what the model is to see", "compaction", "context_management"),
+        *refused("send what the model is to see", "compaction"),
+        *ignored("the model sees the whole conversation", "context_management"),
         *refused(NO_SERVER_TOOLS, "mcp_servers"),
         *refused("there is one model", "fallback_credit_token", "fallbacks"),
         *refused("this server is where it is", "inference_geo"),

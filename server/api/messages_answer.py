@@ -1,4 +1,4 @@
-"""Chat deltas to messages and events, and errors, in Anthropic's form. No HTTP here."""
+"""Messages and events, and errors, in Anthropic's form, from a generation. No HTTP here."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from server.formats.events import CallArguments, CallStart, Reasoning, Text
 from server.http.sse import event
 from server.text.json_depth import is_deeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from server.formats.answer_parser import MessageParser
+    from server.formats.answer_parser import AnswerParser
     from server.generation.generator import Generation
     from server.generation.streams import Delta
     from server.http.errors import ErrorAnswer
@@ -28,7 +29,7 @@ class AnthropicAnswer:
         message_id: str,
         model: str,
         generation: Generation,
-        new_parser: Callable[[], MessageParser],
+        new_parser: Callable[[], AnswerParser],
     ) -> None:
         self._id = message_id
         self._model = model
@@ -44,16 +45,17 @@ class AnthropicAnswer:
     def events(self, delta: Delta) -> bytes:
         """The bytes of the events that a delta makes."""
         out = b"" if self._begun else self._opening()
-        parts = self._parser.feed(delta.text)
-        if delta.finish is not None:
-            parts += self._parser.finish()
-        for part in parts:
-            if text := part.get("reasoning_content"):
-                out += self._text("thinking", text)
-            if text := part.get("content"):
-                out += self._text("text", text)
-            for call in part.get("tool_calls", ()):
-                out += self._call(call)
+        for part in self._parser.read(delta.text, ended=delta.finish is not None):
+            match part:
+                case Text(text):
+                    out += self._text("text", text)
+                case Reasoning(text):
+                    out += self._text("thinking", text)
+                case CallStart(_, call_id, name):
+                    out += self._call(call_id, name)
+                case CallArguments(_, text):
+                    self._input.append(text)
+                    out += self._delta(type="input_json_delta", partial_json=text)
         if delta.finish is not None:
             self._stop(delta.finish.reason.value, delta.finish.matched)
         return out
@@ -107,6 +109,8 @@ class AnthropicAnswer:
     def _stop(self, reason: str, matched: int | str | None) -> None:
         if reason == "length":
             self._stop_reason = "max_tokens"
+        elif reason == "abort":
+            self._stop_reason = "pause_turn"  # what is not finished may be gone on from
         elif self._parser.called_tools:
             self._stop_reason = "tool_use"
         elif isinstance(matched, str):
@@ -132,17 +136,10 @@ class AnthropicAnswer:
         self._content[-1][kind] += text
         return out + self._delta(type=f"{kind}_delta", **{kind: text})
 
-    def _call(self, call: dict[str, Any]) -> bytes:
-        out = b""
-        function = call["function"]
-        if "id" in call:
-            call_id = "toolu_" + call["id"].removeprefix("call_")
-            block = {"type": "tool_use", "id": call_id, "name": function["name"], "input": {}}
-            out = self._open_block(block)
-            self._input = []
-        if text := function.get("arguments"):
-            self._input.append(text)
-            out += self._delta(type="input_json_delta", partial_json=text)
+    def _call(self, call_id: str, name: str) -> bytes:
+        used = "toolu_" + call_id.removeprefix("call_")
+        out = self._open_block({"type": "tool_use", "id": used, "name": name, "input": {}})
+        self._input = []
         return out
 
     def _close_block(self) -> bytes:

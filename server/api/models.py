@@ -1,4 +1,4 @@
-"""/v1/models: the one served model."""
+"""/v1/models: the one served model, under each of its names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models."""
-    served = _model(request.app[SERVICE])
+    service = request.app[SERVICE]
+    names = service.limits.names
     return json_response(
         {
             "object": "list",
-            "data": [served],
+            "data": [_model(service, name) for name in names],
             "has_more": False,
-            "first_id": served["id"],
-            "last_id": served["id"],
+            "first_id": names[0],
+            "last_id": names[-1],
         }
     )
 
@@ -31,21 +32,22 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{name}."""
     service = request.app[SERVICE]
-    check_model(request.match_info["name"], service.limits)
-    return json_response(_model(service))
+    name = request.match_info["name"]
+    check_model(name, service.limits)
+    return json_response(_model(service, name))
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
     """The model as OpenAI's clients read it, and with fields beside as Anthropic's do."""
     created = datetime.fromtimestamp(service.created, UTC)
     return {
-        "id": service.limits.model,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "loomserve",
         "max_model_len": service.limits.context_length,
         "type": "model",
-        "display_name": service.limits.model,
+        "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
         "max_input_tokens": service.limits.context_length,

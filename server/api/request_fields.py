@@ -29,10 +29,9 @@ class ModelField(Body):
 
 def check_model(name: str, limits: ApiLimits) -> None:
     """Raises: ModelNotFound: a model is named that is not the served one."""
-    if name != limits.model:
-        raise ModelNotFound(
-            f"model: {shown(name)} does not exist; this server has {limits.model!r}"
-        )
+    if name not in limits.names:
+        served = ", ".join(map(repr, limits.names))
+        raise ModelNotFound(f"model: {shown(name)} does not exist; this server has {served}")
 
 
 class RequestFields(ModelField):

@@ -1,4 +1,4 @@
-"""Chat deltas to response objects and typed events, in the form of /v1/responses. No HTTP here."""
+"""Response objects and events of /v1/responses, from a generation. No HTTP here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from server.formats.events import CallArguments, CallStart, Reasoning, Text
 from server.http.sse import event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from server.formats.answer_parser import MessageParser
+    from server.formats.answer_parser import AnswerParser
+    from server.formats.events import Event
     from server.generation.generator import Generation
     from server.generation.streams import Delta
     from server.http.errors import ErrorAnswer
@@ -44,7 +46,7 @@ class ResponseAnswer:
         created: int,
         model: str,
         generation: Generation,
-        new_parser: Callable[[], MessageParser],
+        new_parser: Callable[[], AnswerParser],
     ) -> None:
         self._generation = generation
         self._parser = new_parser()
@@ -55,30 +57,31 @@ class ResponseAnswer:
         self._reasoning_tokens = 0
         self._reasoned = self._answering = False
         self._status = "in_progress"
-        self._incomplete: str | None = None
+        self._incomplete: dict[str, str | None] | None = None  # why, of an unfinished answer
         self._begun = False
 
     def events(self, delta: Delta) -> bytes:
         """The bytes of the events that a delta makes."""
         out = b"" if self._begun else self._opening()
-        parts = self._parser.feed(delta.text)
+        parts = self._parser.read(delta.text, ended=delta.finish is not None)
         if delta.finish is not None:
-            parts += self._parser.finish()
-            if delta.finish.reason.value == "length":
-                self._incomplete = "max_output_tokens"
+            self._incomplete = _INCOMPLETE.get(delta.finish.reason.value)
         for part in parts:
-            if text := part.get("reasoning_content"):
-                out += self._text("reasoning", text)
-            if text := part.get("content"):
-                out += self._text("message", text)
-            for call in part.get("tool_calls", ()):
-                out += self._call(call)
+            match part:
+                case Text(text):
+                    out += self._text("message", text)
+                case Reasoning(text):
+                    out += self._text("reasoning", text)
+                case CallStart(_, call_id, name):
+                    out += self._call(call_id, name)
+                case CallArguments(_, text):
+                    out += self._arguments(text)
         self._count_reasoning(parts, len(delta.token_ids))
         return out
 
-    def _count_reasoning(self, parts: list[dict[str, Any]], tokens: int) -> None:
+    def _count_reasoning(self, parts: list[Event], tokens: int) -> None:
         """Tokens up to the answer are the reasoning's, its marks included, where there is any."""
-        thought = any("reasoning_content" in part for part in parts)
+        thought = any(isinstance(part, Reasoning) for part in parts)
         self._reasoned |= thought
         self._answering |= bool(parts) and not thought
         if not self._answering:
@@ -152,18 +155,14 @@ class ResponseAnswer:
             **more,
         )
 
-    def _call(self, call: dict[str, Any]) -> bytes:
-        out = b""
-        function = call["function"]
-        if "id" in call:
-            item = {"type": "function_call", "id": _id("fc"), "call_id": call["id"]}
-            item |= {"name": function["name"], "arguments": "", "status": "in_progress"}
-            out = self._open_item(item)
-        if text := function.get("arguments"):
-            assert self._open is not None
-            self._open.text.append(text)
-            out += self._event("response.function_call_arguments.delta", **self._at(), delta=text)
-        return out
+    def _call(self, call_id: str, name: str) -> bytes:
+        item = {"type": "function_call", "id": _id("fc"), "call_id": call_id}
+        return self._open_item(item | {"name": name, "arguments": "", "status": "in_progress"})
+
+    def _arguments(self, text: str) -> bytes:
+        assert self._open is not None
+        self._open.text.append(text)
+        return self._event("response.function_call_arguments.delta", **self._at(), delta=text)
 
     def _close_item(self) -> bytes:
         if self._open is None:
@@ -193,11 +192,10 @@ class ResponseAnswer:
 
     def _response(self) -> dict[str, Any]:
         done = self._status not in ("in_progress", "failed")
-        reason = self._incomplete if self._status == "incomplete" else None
         return {
             **self._base,
             "status": self._status,
-            "incomplete_details": {"reason": reason} if reason else None,
+            "incomplete_details": self._incomplete if self._status == "incomplete" else None,
             "output": list(self._output),
             "usage": self._usage() if done else None,
         }
@@ -219,6 +217,11 @@ class ResponseAnswer:
         }
 
 
+# Nobody has a name for an answer that was aborted; it is incomplete all the same.
+_INCOMPLETE: dict[str, dict[str, str | None]] = {
+    "length": {"reason": "max_output_tokens"},
+    "abort": {"reason": None},
+}
 _STREAM_NAME = {"message": "output_text", "reasoning": "reasoning_text"}
 
 

@@ -1,97 +1,52 @@
-"""A model's text as parts of a message: reasoning, content, tool calls, in the order they come.
-
-The parts are `delta` objects of the chat API; the other endpoints translate these.
-"""
+"""A model's text as an answer: reasoning, text and tool calls, in the order they come."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from server.formats.tool_parser import CallArguments, CallStart, Event, TextPiece
+from server.formats.events import Reasoning, Text
 
 if TYPE_CHECKING:
+    from server.formats.events import Event
     from server.formats.reasoning import ReasoningParser
     from server.formats.tool_parser import ToolCallParser
 
 
-class MessageParser(Protocol):
-    """Splits the text of one chat choice into the parts of a message.
+class AnswerParser:
+    """Reads one choice's text, in pieces of any size.
 
-    What it gives are `delta` objects of the chat API; whole messages are joined from them.
+    Args: reasoning, tools: None where the text holds no such thing.
+    Attributes: plain: all text is said to the reader, as it comes.
     """
 
-    def feed(self, text: str) -> list[dict[str, Any]]: ...
-
-    def finish(self) -> list[dict[str, Any]]:
-        """What was held back, at the end of the text."""
-        ...
-
-    @property
-    def called_tools(self) -> bool:
-        """Whether the choice ends because it calls tools."""
-        ...
-
-
-class PlainContent:
-    """All text is content."""
-
-    called_tools = False
-
-    def feed(self, text: str) -> list[dict[str, Any]]:
-        return [{"content": text}] if text else []
-
-    def finish(self) -> list[dict[str, Any]]:
-        return []
-
-
-class AnswerParser:
-    """One choice's text. Args: None: the text holds no such thing."""
-
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, tools: ToolCallParser | None = None
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self.plain = reasoning is None and tools is None
 
     @property
     def called_tools(self) -> bool:
         """Whether a tool was called so far."""
         return self._tools is not None and self._tools.calls > 0
 
-    def feed(self, text: str) -> list[dict[str, Any]]:
-        """The deltas that this text completes."""
-        reasoning = ""
+    def read(self, text: str, *, ended: bool) -> list[Event]:
+        """The events that this text completes; with the end also what was held back."""
+        events = self._events(*self._reasoning.feed(text)) if self._reasoning else self._said(text)
+        if not ended:
+            return events
         if self._reasoning is not None:
-            reasoning, text = self._reasoning.feed(text)
-        return self._deltas(reasoning, text)
-
-    def finish(self) -> list[dict[str, Any]]:
-        """What was held back, at the end of the text."""
-        reasoning = text = ""
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.finish()
-        deltas = self._deltas(reasoning, text)
+            events += self._events(*self._reasoning.finish())
         if self._tools is not None:
-            deltas += map(chat_delta, self._tools.finish())
-        return deltas
+            events += self._tools.finish()
+        return events
 
-    def _deltas(self, reasoning: str, text: str) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
-        if reasoning:
-            deltas.append({"reasoning_content": reasoning})
+    def _events(self, reasoning: str, text: str) -> list[Event]:
+        said = self._said(text)
+        return [Reasoning(reasoning), *said] if reasoning else said
+
+    def _said(self, text: str) -> list[Event]:
         if self._tools is not None:
-            deltas += map(chat_delta, self._tools.feed(text))
-        elif text:
-            deltas.append({"content": text})
-        return deltas
-
-
-def chat_delta(event: Event) -> dict[str, Any]:
-    """An event of a tool parser as a `delta` of the chat API."""
-    match event:
-        case TextPiece(text):
-            return {"content": text}
-        case CallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            call = {"index": index, "id": call_id, "type": "function", "function": function}
-            return {"tool_calls": [call]}
-        case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            return self._tools.feed(text)
+        return [Text(text)] if text else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from server.formats.answer_parser import AnswerParser, PlainContent
+from server.formats.answer_parser import AnswerParser
 from server.formats.conversation import fit
 from server.formats.reasoning import ReasoningParser, reasoning_family
 from server.formats.template_traits import TemplateTraits, find_traits
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from llguidance import LLTokenizer
 
-    from server.formats.answer_parser import MessageParser
     from server.formats.tools import Message, ToolRequest
     from server.generation.params import GenerationParams
     from server.grammars.output_rules import OutputRule
@@ -84,14 +83,14 @@ class ModelFormat:
 
     def parser_factory(
         self, prompt_ids: Sequence[int], tools: ToolRequest | None, begun: str = ""
-    ) -> Callable[[], MessageParser]:
+    ) -> Callable[[], AnswerParser]:
         """Makes the parser of one choice's text.
 
         Args: begun: the message that the answer goes on from, if it goes on from one.
         """
         family = self.reasoning_family
         if family is None and tools is None:
-            return PlainContent
+            return AnswerParser
         tail = self._tail(prompt_ids)
         new_id = mistral_call_id if self._traits[True].nine_character_ids else None
         return lambda: AnswerParser(

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: events, and what all parsers share.
+"""Tool calls in a model's text: what all parsers share.
 
 A parser takes text in pieces of any size and gives events; whole answers are fed at once, so that
 streamed and whole answers cannot differ. Text that turns out to be no call is given as text.
@@ -8,41 +8,17 @@ from __future__ import annotations
 
 import secrets
 import string
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from server.formats.events import CallArguments, CallStart, Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from server.formats.events import Event
+
 
 CALL_ID_CHARACTERS = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """Text outside of any call."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    """A call begins; calls are numbered from 0."""
-
-    index: int
-    call_id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A further piece of a call's arguments, which together are JSON text."""
-
-    index: int
-    text: str
-
-
-Event = TextPiece | CallStart | CallArguments
 
 
 def openai_call_id() -> str:
@@ -141,7 +117,7 @@ class ToolCallParser:
 
     def _emit_text(self, text: str) -> None:
         if text:
-            self._events.append(TextPiece(text))
+            self._events.append(Text(text))
 
     def _start_call(self, name: str) -> int:
         index, self.calls = self.calls, self.calls + 1

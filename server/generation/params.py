@@ -35,7 +35,7 @@ class ApiLimits:
     """What a request may ask for, and what it gets where it does not.
 
     Args:
-        model: the served name.
+        model: the served name, which answers carry; aliases: further ones that requests may name.
         vocab_size: ids that prompts, biases and stops may name are below it.
     """
 
@@ -45,6 +45,11 @@ class ApiLimits:
     max_logprobs: int = 20
     max_n: int = 128
     defaults: SamplingDefaults = SamplingDefaults()
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.model, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import socket
+import stat
 
 from runtime.errors import ConfigError
 
@@ -52,8 +56,48 @@ def _listen(family: int, kind: int, proto: int, address: tuple[str | int, ...]) 
     return sock
 
 
+def listen_on_path(path: str) -> list[socket.socket]:
+    """A listening unix socket. One that a server has left behind is replaced, one that somebody
+    answers on is not, and nothing else is ever removed.
+
+    Raises: ConfigError: naming the path that cannot be used.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_abandoned(path):
+            os.unlink(path)
+        sock.bind(path)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot listen on {path}: {reason}") from None
+    return [sock]
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether this is a unix socket on which nobody listens."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
+def forget_path(path: str) -> None:
+    """Removes the socket of a server that has ended."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
 def base_url(sockets: list[socket.socket], *, tls: bool) -> str:
-    """An address that a client on this machine can use."""
+    """An address that a client on this machine can use. Over a unix socket the host in it is a name
+    only."""
+    if sockets[0].family == socket.AF_UNIX:
+        return f"{'https' if tls else 'http'}://localhost"
     host, port = sockets[0].getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"

@@ -106,6 +106,7 @@ class Tokenizer:
         if self.vocab_size > rows:
             vocabulary = self.backend.get_vocab(with_added_tokens=True)
             self._unknown = {i: token for token, i in vocabulary.items() if i >= rows}
+            self.bos_token_id = None if self.bos_token_id in self._unknown else self.bos_token_id
 
     # Text to ids
 

@@ -102,7 +102,7 @@ def _by_transformers(
     try:
         # A file without a declared class is read as it is, not as the model's type suggests.
         if _is_plain(config) and (folder / "tokenizer.json").is_file():
-            from transformers.tokenization_utils_tokenizers import TokenizersBackend as Loader
+            from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader
         loaded = Loader.from_pretrained(str(folder), trust_remote_code=False)

@@ -193,6 +193,35 @@ def test_a_damaged_file_is_one_line_and_status_2(
     assert "Traceback" not in server.output
 
 
+def post(url: str, path: str, body: dict) -> dict:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_a_model_is_sampled_and_ended_as_its_files_say(tiny_model, tmp_path, options):
+    """Its sampling settings are the defaults, and its tokenizer's own end ends an answer."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    settings = {"temperature": 0.25, "top_k": 3, "max_new_tokens": 5, "eos_token_id": 260}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["eos_token"] = "<|start|>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with ServerProcess(*options, "--model", str(folder)) as server:
+        url = server.url()
+        with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
+            told = json.load(answer)["sampling_defaults"]
+        assert (told["temperature"], told["top_k"], told["max_new_tokens"]) == (0.25, 3, 5)
+        answer = post(url, "/v1/completions", {"prompt": "hi", "ignore_eos": True})
+        assert answer["usage"]["completion_tokens"] == 5
+        for end in (260, 261):  # <|end|> of the configs, <|start|> of the tokenizer
+            bias = {"prompt": "hi", "logit_bias": {str(end): 100}}
+            answer = post(url, "/v1/completions", bias)
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            assert answer["usage"]["completion_tokens"] == 1
+
+
 def test_a_cache_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     cache = tmp_path / "file" / "cache"
@@ -201,6 +230,53 @@ def test_a_cache_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
     assert f"cache folder {cache}" in server.output
     assert "--cache-dir" in server.output
     assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--context-length 5000", "context_length 5000: must be from 1 to the model's own, 4096"),
+        ("--max-total-tokens 2000000000", "max_total_tokens 2000000000"),
+        ("--quantization int8 --cpu-kernels torch", "needs native CPU kernels"),
+        ("--ssl-certfile /no/cert --ssl-keyfile /no/key", "ssl_certfile /no/cert"),
+    ],
+)
+def test_an_option_that_does_not_fit_model_or_machine_is_one_line_and_status_2(
+    options, words, message
+):
+    with ServerProcess(*options, *words.split()) as server:
+        assert server.exit_status() == 2
+    assert message in server.lines[-1]
+    assert "Traceback" not in server.output
+
+
+def test_the_effective_sizes_are_told_alike_by_start_line_and_server_info(options):
+    with ServerProcess(*options, "--served-model-name", "one", "two") as server:
+        said = server.wait_for("prompts are cut")
+        url = server.url()
+        with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
+            info = json.load(answer)
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+            names = [model["id"] for model in json.load(answer)["data"]]
+    assert "150 ms" in said
+    assert info["sizes"]["step_bound_ms"] == 150.0
+    assert info["sizes"]["context_length"] == 4096
+    assert info["options"]["chunked_prefill_size"] is None
+    assert names == ["one", "two"] == info["sizes"]["served_model_name"]
+
+
+def test_a_unix_socket_is_served_and_gone_after_the_stop(options, tmp_path):
+    path = tmp_path / "server"
+    with ServerProcess(*options, "--uds", str(path)) as server:
+        server.wait_for(f"ready on {path}")
+        command = server.wait_for(r"^\s*curl ").strip()
+        result = subprocess.run(
+            command, shell=True, capture_output=True, text=True, timeout=60, check=True
+        )
+        server.terminate()
+        assert server.exit_status() == 0
+    assert result.stdout.rstrip().endswith("data: [DONE]")
+    assert not path.exists()
 
 
 def test_an_unknown_option_is_refused_with_status_2():

@@ -13,7 +13,7 @@ import pytest
 from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError
 from runtime.simulation.trace import read_trace
-from server.args import ServerConfig
+from server.config import ServerConfig
 from server.launcher import Parts, _make_scheduler, make_service
 from tests.fakes import IM_END, byte_tokenizer, fake_runner, fake_server
 

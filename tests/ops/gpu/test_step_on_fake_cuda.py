@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ops.gpu.op_set import GpuOps
+from ops.op_set import Routing
 from runtime.execution.device import Device, Fence
 from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.request import Request, SamplingParams
@@ -167,6 +168,17 @@ def test_what_a_graph_captures_neither_waits_nor_mixes_devices(runner: ModelRunn
     logits = runner.decode_logits(rows, torch.ones_like(rows), 256)
     assert logits.shape == (8, VOCAB_SIZE)
     assert (logits.device.type, logits.dtype) == ("cuda", torch.float32)
+
+
+def test_experts_are_computed_without_a_wait() -> None:
+    """Which expert a token goes through is never known to the host."""
+    ops, where = GpuOps(), {"device": "cuda"}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        experts = [(torch.empty(64, 48, **where), torch.empty(48, 32, **where)) for _ in range(8)]
+        ids, weights = ops.route(torch.empty(9, 8, **where), Routing(3, renormalise=True))
+        x = torch.empty(9, 48, **where)
+        out = ops.run_experts(x, ids, weights, ops.pack_experts(experts), "silu")
+        assert (out.shape, out.device.type) == ((9, 48), "cuda")
 
 
 def test_the_fake_device_finds_a_wait_and_a_mix() -> None:

@@ -34,6 +34,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     ),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"norm_topk_prob": True},
+    ),
+    "qwen3-moe-some-dense": (
+        "qwen3_moe",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        | {"norm_topk_prob": False, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+        | {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 6, "sliding_window": 8, "head_dim": 16}),
     "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
     "phi3-window": ("phi3", {"sliding_window": 8}),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),

@@ -215,6 +215,22 @@ def test_a_size_below_the_alignment_is_raised_to_it_for_the_first_prompt_of_a_st
     assert len(step.admitted) == 1
 
 
+def test_what_an_aligned_cut_leaves_of_the_chunk_takes_whole_prompts_only() -> None:
+    pending = waiting(500, 4)
+    pending.length = 64
+    for first in ("pending", "cut"):
+        step = adder(chunk=100, page_size=1, truncation_align_size=64)
+        if first == "pending":
+            step.add_chunked(pending)
+        else:
+            assert step.add(waiting(1000, 4), NO_MATCH) is Verdict.CONTINUE
+        assert (step.admitted[0].tokens, step.rem_chunk) == (64, 36)
+        assert step.add(waiting(1000, 4), PrefixMatch(50, None)) is Verdict.OTHER
+        assert len(step.admitted) == 1
+        assert step.add(waiting(30, 4), NO_MATCH) is Verdict.CONTINUE
+        assert len(step.admitted) == 2
+
+
 def test_an_aligned_chunk_that_no_memory_reaches_waits() -> None:
     made = waiting(500, 4)
     made.length = 64

@@ -64,6 +64,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         clip_max_new_tokens=draw(st.sampled_from([4, 4096])),
         enable_dynamic_chunking=draw(st.booleans()),
         tpot_slo_ms=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        step_bound_ms=draw(st.sampled_from([0.0, 0.0, 3.0])),
         enable_prefill_delayer=draw(st.sampled_from([False, True])),
         delayer_max_passes=draw(st.integers(0, 5)),
         max_queued_requests=draw(st.sampled_from([0, 0, 4, 12])),

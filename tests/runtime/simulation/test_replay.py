@@ -69,6 +69,26 @@ def test_recorded_run_has_everything_in_it(recorded: tuple[Path, LiveTraffic]) -
     assert any(event["reason"] == "wait_commit" for event in events_of(path, "plan"))
 
 
+def test_chunks_by_time_are_replayed_from_the_measurement_of_the_run(tmp_path: Path) -> None:
+    measured = tuple(
+        (tokens, tokens * tokens, rows, 65 * rows, 0.001 + 0.0005 * (tokens + rows))
+        for tokens in (1, 4, 8, 16, 32)
+        for rows in (0, 8)
+    )
+    config = live_config(chunked_prefill_size=0, step_bound_ms=15.0, measured_steps=measured)
+    path = tmp_path / "timed.jsonl"
+    LiveTraffic(config, path, seed=3).run(200)
+    trace = read_trace(path)
+    assert config_from(trace.options) == config
+    report = replay(trace, Scheduler(config_from(trace.options)))
+    assert report.difference is None
+    assert report.steps >= 200
+    # Another measurement would have led to other steps.
+    slower = tuple((*shape, 9 * seconds) for *shape, seconds in measured)
+    other = config_from(trace.options, {"measured_steps": slower})
+    assert replay(trace, Scheduler(other)).difference is not None
+
+
 def test_replay_is_the_same_to_the_byte(recorded: tuple[Path, LiveTraffic]) -> None:
     path, _ = recorded
     trace = read_trace(path)

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from server.formats.events import Reasoning, Text
 from server.formats.model_format import ModelFormat
 from server.formats.tools import parse_tools
 from server.text.chat_template import ChatTemplate
@@ -30,9 +31,9 @@ def served(template, **options):
 
 
 def read(model_format, prompt, text, tools=None):
-    """The deltas of an answer after this prompt."""
+    """The events of an answer after this prompt."""
     parser = model_format.parser_factory(list(prompt.encode()), tools)()
-    return [*parser.feed(text), *parser.finish()]
+    return parser.read(text, ended=True)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_r1"])
@@ -40,11 +41,11 @@ async def test_thinking_that_the_template_closed_leaves_the_answer(family):
     with served("qwen3", reasoning_parser=family) as (model_format, tokenizer):
         closed = tokenizer.render_chat(USER, kwargs={"enable_thinking": False})
         assert closed.endswith("<think>\n\n</think>\n\n")
-        assert read(model_format, closed, "four") == [{"content": "four"}]
+        assert read(model_format, closed, "four") == [Text("four")]
         opened = tokenizer.render_chat(USER) + "<think>\n"
         assert read(model_format, opened, "hm</think>four") == [
-            {"reasoning_content": "hm"},
-            {"content": "four"},
+            Reasoning("hm"),
+            Text("four"),
         ]
 
 
@@ -61,4 +62,4 @@ def test_answers_get_ids_of_the_form_that_the_template_demands():
     for template, length in (("mistral", 9), ("qwen3", 29)):
         with served(template, tool_call_parser="hermes") as (model_format, _):
             [start, _] = read(model_format, "", text, parse_tools(TOOLS))
-            assert len(start["tool_calls"][0]["id"]) == length
+            assert len(start.call_id) == length

@@ -6,15 +6,10 @@ import itertools
 
 import pytest
 
+from server.formats.events import CallArguments, CallStart, Text
 from server.formats.json_calls import GraniteParser, HermesParser, Llama3JsonParser, MistralParser
 from server.formats.pythonic_calls import PythonicParser
-from server.formats.tool_parser import (
-    CallArguments,
-    CallStart,
-    TextPiece,
-    mistral_call_id,
-    openai_call_id,
-)
+from server.formats.tool_parser import mistral_call_id, openai_call_id
 
 KNOWN = ("f", "g", "get_weather")
 HERMES, LLAMA, MISTRAL, PYTHONIC = HermesParser, Llama3JsonParser, MistralParser, PythonicParser
@@ -81,7 +76,7 @@ def parse(parser_class, pieces):
     content, calls = "", []
     for event in events:
         match event:
-            case TextPiece(text):
+            case Text(text):
                 content += text
             case CallStart(index, call_id, name):
                 assert (index, call_id) == (len(calls), f"id{len(calls)}")
@@ -116,9 +111,9 @@ def test_arguments_are_given_as_they_come():
 
 def test_content_is_given_as_it_comes():
     parser = HermesParser(KNOWN)
-    assert parser.feed("Hello") == [TextPiece("Hello")]
+    assert parser.feed("Hello") == [Text("Hello")]
     assert parser.feed(" <to") == []
-    assert parser.feed("ast>") == [TextPiece(" <toast>")]
+    assert parser.feed("ast>") == [Text(" <toast>")]
 
 
 def test_call_ids_are_of_each_family_own_form():

@@ -12,7 +12,7 @@ import pytest
 
 from runtime.errors import ConfigError
 from server.args import make_config
-from server.http.sockets import base_url, listen
+from server.http.sockets import base_url, listen, listen_on_path
 from server.launcher import _tls_context
 from tests.fakes import fake_server
 
@@ -49,6 +49,26 @@ def test_the_printed_address_can_be_used(host, tls, url):
     assert base_url(sockets, tls=tls) == url.format(sockets[0].getsockname()[1])
     for sock in sockets:
         sock.close()
+
+
+def test_a_unix_socket_left_behind_is_taken_over_and_a_live_one_is_not(tmp_path):
+    path = str(tmp_path / "s")
+    (first,) = listen_on_path(path)
+    with pytest.raises(ConfigError, match=f"cannot listen on {path}: address already in use"):
+        listen_on_path(path)
+    first.close()  # as a server that is killed leaves it
+    (second,) = listen_on_path(path)
+    assert base_url([second], tls=False) == "http://localhost"
+    second.close()
+
+
+@pytest.mark.parametrize("name", ["file", "folder", "none/s", "x" * 200])
+def test_what_is_no_unix_socket_is_told_and_left_alone(tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        listen_on_path(str(tmp_path / name))
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="the machine has no IPv6")

@@ -73,6 +73,15 @@ async def test_a_stop_string_that_names_one_stays_a_string():
             assert found["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_an_empty_prompt_does_not_become_one():
+    tokenizer = byte_tokenizer(more=(IMAGE,))
+    tokenizer.bos_token_id = VOCAB_SIZE
+    async with fake_server(make_fake_service(fake_runner(), tokenizer)) as server:
+        status, answer = await server.post("/v1/completions", {"prompt": ""})
+        assert status == 400
+        assert "prompt: is empty" in answer["error"]["message"]
+
+
 def test_a_tokenizer_within_the_embedding_is_not_searched():
     tokenizer = byte_tokenizer(more=(IMAGE,))
     tokenizer.limit_ids(VOCAB_SIZE + 1)

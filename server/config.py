@@ -1,0 +1,128 @@
+"""ServerConfig: everything that the server is told at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from runtime.config import RunnerConfig, SchedulerOptions
+from runtime.errors import ConfigError
+from runtime.options import check_options, option
+from server.formats.reasoning import REASONING_FAMILIES
+from server.formats.tools import TOOL_FAMILIES
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The options of the server, with those of model and device and of the scheduler."""
+
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
+    uds: str | None = option(
+        None, "unix socket to listen on, in place of host and port", metavar="PATH"
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names of the model in the API; answers carry the first",
+        metavar="NAME",
+        otherwise="its folder's",
+    )
+    log_level: str = option("info", "least severe messages shown", choices=LOG_LEVELS)
+    disable_overlap: bool = option(False, "read each step's result before the next step is planned")
+    record: str | None = option(
+        None,
+        "write every input and decision of the scheduler to this file, for scripts/replay.py"
+        " and scripts/simulate.py",
+        metavar="FILE",
+    )
+
+    chat_template: str | None = option(
+        None, "a Jinja chat template that replaces the model's", metavar="FILE"
+    )
+    generation_config: str = option(
+        "auto",
+        "whose generation_config.json says how requests are sampled that do not say it: the"
+        " model's (auto), nobody's (none) or a folder's",
+        metavar="{auto,none,FOLDER}",
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "format of the model's tool calls",
+        choices=tuple(TOOL_FAMILIES),
+        otherwise="derived from the chat template",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "format of the model's reasoning",
+        choices=tuple(REASONING_FAMILIES),
+        otherwise="none: reasoning stays in the content",
+    )
+
+    api_key: str | None = option(
+        None,
+        "requests must carry this key (Bearer or X-Api-Key); better kept out of the command line,"
+        " which others on the machine can read",
+        variable="LOOMSERVE_API_KEY",
+        secret=True,
+    )
+    cors_allow_origins: str = option(
+        "", "origins that browsers may call from, comma separated; * for any"
+    )
+    max_body_bytes: int = option(
+        32 * 2**20, "larger request bodies get 413", at_least=1, at_most=2**40
+    )
+    strict_fields: bool = option(
+        False, "refuse request fields that nobody reads, instead of naming them in a header"
+    )
+    max_logprobs: int = option(20, "alternatives per token that a request may ask for", at_least=0)
+    max_n: int = option(128, "choices, and prompts, that one request may ask for", at_least=1)
+    max_connections: int = option(4096, "open connections; further ones get 503", at_least=1)
+    header_timeout: float = option(
+        20.0, "seconds for a new connection to send its request head", above=0
+    )
+    idle_timeout: float = option(
+        120.0, "seconds that a connection may wait between two requests", above=0
+    )
+    body_timeout: float = option(60.0, "seconds to receive a request body", above=0)
+    slow_reader_timeout: float = option(
+        60.0, "seconds that a client may leave its answer unread before it is cut off", above=0
+    )
+    request_timeout: float = option(
+        0.0, "seconds from arrival to the end of an answer; 0: off", at_least=0
+    )
+    drain_timeout: float = option(
+        30.0, "seconds that running requests get to finish after SIGTERM", at_least=0
+    )
+    access_log: bool = option(False, "one line of JSON per request on standard error")
+    ssl_certfile: str | None = option(None, "certificate chain, for TLS", metavar="FILE")
+    ssl_keyfile: str | None = option(None, "private key, for TLS", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile: both or neither must be given")
+        _check_chunking(self.scheduler)
+
+
+def _check_chunking(options: SchedulerOptions) -> None:
+    """Refuses options of which one makes another void: their user expects both."""
+    whole = options.chunked_prefill_size is not None and options.chunked_prefill_size <= 0
+    if options.enable_dynamic_chunking and options.tpot_slo_ms > 0:
+        raise ConfigError(
+            "enable_dynamic_chunking and tpot_slo_ms: each sizes the chunks by time in its own way;"
+            " give one of them"
+        )
+    if options.enable_dynamic_chunking and whole:
+        raise ConfigError(
+            f"enable_dynamic_chunking with chunked_prefill_size {options.chunked_prefill_size}:"
+            " prompts that are never cut have no chunks to size"
+        )
+    if options.truncation_align_size and whole and not options.tpot_slo_ms:
+        raise ConfigError(
+            f"truncation_align_size {options.truncation_align_size} with chunked_prefill_size"
+            f" {options.chunked_prefill_size}: prompts that are never cut have no chunks to align"
+        )
