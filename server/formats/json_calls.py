@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from server.formats.tool_parser import Nesting, ToolCallParser, openai_call_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Mapping, Sequence
 
 
 class JsonCall:
@@ -21,6 +21,7 @@ class JsonCall:
     """
 
     KEYS = ("arguments", "parameters")
+    ASIDE = ("id", "type", "index")  # keys that say nothing of the arguments
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -32,6 +33,8 @@ class JsonCall:
         self._object = False  # the value is an argument object, passed on as it comes
         self._blanks = ""  # held back: blanks at the end of the arguments are not part of them
         self._out: list[str] = []  # argument text not yet taken
+        self._given = False  # arguments under one of the known keys
+        self._others: dict[str, str] = {}  # further keys, with the text of their values
 
     def feed(self, text: str) -> int:
         """Reads on. Returns: how many characters were used; all of them unless it ended."""
@@ -54,7 +57,8 @@ class JsonCall:
             self._between_values(c)
         elif nesting.depth == 1 and not nesting.quote and c in ",}":
             self._end_value()
-            self.ended = c == "}"
+            if c == "}":
+                self._end()
         elif self._key is None:
             self._token += c
         else:
@@ -65,12 +69,19 @@ class JsonCall:
         if c == ":":
             self._key, self._token = self._token.strip().strip('"'), ""
         elif c == "}":
-            self.ended = True
-            self.broken = self.name is None
+            self._end()
         elif c in "{[":
             self.broken = True
         elif c != ",":
             self._token += c
+
+    def _end(self) -> None:
+        """The object is complete. Without arguments, what else stands in it is the arguments."""
+        self.ended = True
+        self.broken = self.name is None
+        if not self._given:
+            others = (f"{json.dumps(key)}: {value}" for key, value in self._others.items())
+            self._out.append("{" + ", ".join(others) + "}")
 
     def _in_value(self, c: str) -> None:
         if self._key in self.KEYS and not self._token and c == "{":
@@ -87,8 +98,12 @@ class JsonCall:
         if self._key == "name":
             self.name = _string_of(self._token)
             self.broken = not self.name
-        elif self._key in self.KEYS and not self._object:
-            self._out.append(_object_text(self._token))
+        elif self._key in self.KEYS:
+            self._given = True
+            if not self._object:
+                self._out.append(_object_text(self._token))
+        elif self._key is not None and self._key not in self.ASIDE:
+            self._others[self._key] = self._token.strip()
         self._key, self._token, self._blanks, self._object = None, "", "", False
 
 
@@ -112,7 +127,9 @@ def _object_text(token: str) -> str:
 class JsonCallsParser(ToolCallParser):
     """Calls as JSON objects; subclasses say what stands between them."""
 
-    def __init__(self, known: Collection[str], new_id: Callable[[], str] = openai_call_id) -> None:
+    def __init__(
+        self, known: Mapping[str, Sequence[str]], new_id: Callable[[], str] = openai_call_id
+    ) -> None:
         super().__init__(known, new_id)
         self._call = JsonCall()
         self._raw = ""  # what was read of a call that has no name yet
@@ -187,7 +204,9 @@ class Llama3JsonParser(JsonCallsParser):
 
     markers = ("<|python_tag|>",)
 
-    def __init__(self, known: Collection[str], new_id: Callable[[], str] = openai_call_id) -> None:
+    def __init__(
+        self, known: Mapping[str, Sequence[str]], new_id: Callable[[], str] = openai_call_id
+    ) -> None:
         super().__init__(known, new_id)
         self._state = self._beginning
 

@@ -12,28 +12,34 @@ from typing import TYPE_CHECKING, Any
 from server.formats.tool_parser import Nesting, ToolCallParser, openai_call_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Mapping, Sequence
 
 _CALL_HEAD = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
+_KEY = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*=(?=[^=])")
 _CALL_HEAD_BEGUN = re.compile(r"\s*([A-Za-z_][\w.-]*\s*)?")
 
 
 class PythonicParser(ToolCallParser):
     """[name(key=value, ...), ...] (Llama 3.2 and 4, several small models).
 
-    A call's arguments come as one piece of JSON per keyword, as soon as its value is complete.
-    A list whose first element calls no offered tool is text.
+    A call's arguments come as one piece of JSON per argument, as soon as its value is complete. A
+    value without a key is of the next parameter, as in Python. A list whose first element calls no
+    offered tool is text, and so is a call that begins with a value for which there is no parameter.
     """
 
     markers = ("<|python_start|>",)
 
-    def __init__(self, known: Collection[str], new_id: Callable[[], str] = openai_call_id) -> None:
+    def __init__(
+        self, known: Mapping[str, Sequence[str]], new_id: Callable[[], str] = openai_call_id
+    ) -> None:
         super().__init__(known, new_id)
         self._state = self._beginning
-        self._index = -1
-        self._raw = ""
-        self._keyword = ""  # the keyword argument so far
+        self._index = -1  # of the call that is being read, once it is sure to be one
+        self._name = ""
+        self._raw = ""  # what was read of it, to be text if it is none
+        self._argument = ""  # so far
         self._given = 0
+        self._free: list[str] = []  # parameters without a value
         self._nesting = Nesting()
 
     def _beginning(self, final: bool) -> bool:
@@ -53,43 +59,69 @@ class PythonicParser(ToolCallParser):
 
     def _head(self, final: bool) -> bool:
         head = _CALL_HEAD.match(self._pending)
-        if head and (self._index >= 0 or head[1] in self.known):
+        if head and (self.calls or head[1] in self.known):
             self._pending = self._pending[head.end() :]
-            self._index = self._start_call(head[1])
-            self._keyword, self._given, self._nesting = "", 0, Nesting("\"'")
+            self._raw += head[0]
+            self._index, self._name = -1, head[1]
+            self._free = list(self.known.get(head[1], ()))
+            self._argument, self._given, self._nesting = "", 0, Nesting("\"'")
             self._state = self._arguments
             return True
         if not head and not final and _CALL_HEAD_BEGUN.fullmatch(self._pending):
             return False
-        self._emit_text(self._marker + self._raw)
-        self._marker = self._raw = ""
+        return self._not_a_call()
+
+    def _not_a_call(self) -> bool:
+        self._emit_text(self._marker + self._raw + self._argument)
+        self._marker = self._raw = self._argument = ""
         self._state = self._text
         return True
 
     def _arguments(self, final: bool) -> bool:
         nesting = self._nesting
-        for at, character in enumerate(self._pending, 1):
+        for at, character in enumerate(self._pending):
             top = nesting.depth == 0 and not nesting.quote
             if top and character in ",)":
                 self._pending = self._pending[at:]
-                self._end_keyword()
-                if character == ")":
-                    self._emit_arguments(self._index, "}" if self._given else "{}")
-                    self._state = self._between
-                return True
+                return self._end_argument()
             nesting.step(character)
-            self._keyword += character
+            self._argument += character
+            if self._index < 0 and _KEY.match(self._argument):
+                self._index = self._start_call(self._name)
         self._pending = ""
-        return False
+        return self._not_a_call() if final and self._index < 0 else False
 
-    def _end_keyword(self) -> None:
-        keyword, self._keyword = self._keyword, ""
-        name, equals, value = keyword.partition("=")
-        if equals:
+    def _end_argument(self) -> bool:
+        """Takes the argument before a comma or the closing bracket, which is next."""
+        key, value = self._key_and_value()
+        if self._index < 0:
+            if value and key is None:
+                return self._not_a_call()
+            self._index = self._start_call(self._name)
+        if value:
             opening = ", " if self._given else "{"
             self._given += 1
-            item = f"{json.dumps(name.strip())}: {_python_value(value)}"
-            self._emit_arguments(self._index, opening + item)
+            # Without a key it is no JSON: better than arguments in which a value is missing.
+            item = "" if key is None else json.dumps(key) + ": "
+            self._emit_arguments(self._index, opening + item + _python_value(value))
+        self._argument = ""
+        character, self._pending = self._pending[0], self._pending[1:]
+        if character == ")":
+            self._emit_arguments(self._index, "}" if self._given else "{}")
+            self._state = self._between
+        return True
+
+    def _key_and_value(self) -> tuple[str | None, str]:
+        """An argument's key, None where it has none, and its value as it was written."""
+        found = _KEY.match(self._argument)
+        if found:
+            key, value = found[1], self._argument[found.end() :]
+        else:
+            value = self._argument.strip()
+            key = self._free[0] if self._free and not value.startswith("*") else None
+        if key in self._free:
+            self._free.remove(key)
+        return key, value
 
     def _between(self, final: bool) -> bool:
         following = self._skip(string.whitespace)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from server.formats.events import CallArguments, CallStart, Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Mapping, Sequence
 
     from server.formats.events import Event
 
@@ -43,13 +43,15 @@ class ToolCallParser:
     something to do.
 
     Args:
-        known: names of the tools that were offered.
+        known: the tools that were offered, each with its parameters' names in order.
         new_id: makes the ids of calls.
     """
 
     markers: tuple[str, ...] = ()
 
-    def __init__(self, known: Collection[str], new_id: Callable[[], str] = openai_call_id) -> None:
+    def __init__(
+        self, known: Mapping[str, Sequence[str]], new_id: Callable[[], str] = openai_call_id
+    ) -> None:
         self.known = known
         self.calls = 0
         self._new_id = new_id

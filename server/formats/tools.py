@@ -34,6 +34,12 @@ class Tool:
     parameters: dict[str, Any]
     strict: bool
 
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """In the order of the schema."""
+        properties = self.parameters.get("properties")
+        return tuple(properties) if isinstance(properties, dict) else ()
+
     def openai(self) -> dict[str, Any]:
         """The tool as chat templates expect it."""
         function: dict[str, Any] = {"name": self.name}
@@ -141,7 +147,7 @@ class ToolFamily:
 
     def read(self, request: ToolRequest, new_id: Callable[[], str] | None = None) -> ToolCallParser:
         """A parser for one answer. Args: new_id: where the model wants ids of another form."""
-        known = frozenset(tool.name for tool in request.tools)
+        known = {tool.name: tool.parameter_names for tool in request.tools}
         return self.parser(known, new_id or self.new_id)
 
     def written(self, calls: Sequence[tuple[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from server.formats.json_calls import GraniteParser, HermesParser, Llama3JsonPar
 from server.formats.pythonic_calls import PythonicParser
 from server.formats.tool_parser import mistral_call_id, openai_call_id
 
-KNOWN = ("f", "g", "get_weather")
+KNOWN = {"f": ("a", "b"), "g": (), "get_weather": ("city",)}
 HERMES, LLAMA, MISTRAL, PYTHONIC = HermesParser, Llama3JsonParser, MistralParser, PythonicParser
 
 # (parser, text, content, calls)
@@ -28,6 +28,11 @@ CASES = [
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
      [("f", '{"a": 1}')]),
     (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    (HERMES, '<tool_call>{"name": "f", "args": {"a": 1}, "id": "x"}</tool_call>', "",
+     [("f", '{"args": {"a": 1}}')]),
+    (HERMES, '<tool_call>{"city": "Oslo", "name": "f", "days": 3}</tool_call>', "",
+     [("f", '{"city": "Oslo", "days": 3}')]),
+    (HERMES, '<tool_call>{"name": "f", "note": "x", "arguments": {}}</tool_call>', "", [("f", "{}")]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
     (HERMES, '<tool_call>{"na', '<tool_call>{"na', []),
     (HERMES, "a < b <tool <tool_call> not JSON </tool_call> tail",
@@ -60,6 +65,17 @@ CASES = [
     (PYTHONIC, "[get_weather(city='Paris', ok=False, n=-1.5, w=foo)] done", " done",
      [("get_weather", '{"city": "Paris", "ok": false, "n": -1.5, "w": "foo"}')]),
     (PYTHONIC, "<|python_start|>[f(a=1)]", "", [("f", '{"a": 1}')]),
+    (PYTHONIC, '[f("oslo")]', "", [("f", '{"a": "oslo"}')]),
+    (PYTHONIC, '[f("a=b", 2)]', "", [("f", '{"a": "a=b", "b": 2}')]),
+    (PYTHONIC, "[f(x == 1)]", "", [("f", '{"a": "x == 1"}')]),
+    (PYTHONIC, '[f(b=1, "x")]', "", [("f", '{"b": 1, "a": "x"}')]),
+    (PYTHONIC, '[g("oslo")] tail', '[g("oslo")] tail', []),
+    (PYTHONIC, '[f(**{"a": 1})]', '[f(**{"a": 1})]', []),
+    (PYTHONIC, '[f(a=1), g("x")]', ', g("x")]', [("f", '{"a": 1}')]),
+    (PYTHONIC, '[get_weather("Oslo", 3)]', "", [("get_weather", '{"city": "Oslo", 3}')]),
+    (PYTHONIC, '[f("cut', '[f("cut', []),
+    (PYTHONIC, "[f(a=1", "", [("f", "")]),
+    (PYTHONIC, "[f(a=1,)]", "", [("f", '{"a": 1}')]),
     (PYTHONIC, "[1, 2]", "[1, 2]", []),
     (PYTHONIC, "[zz(a=1)]", "[zz(a=1)]", []),
     (PYTHONIC, "[f", "[f", []),
