@@ -9,6 +9,7 @@ unknown one is an error, never a guess.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
@@ -175,8 +176,8 @@ def _sentence_piece(metadata: GgufMetadata) -> Tokenizer:
 
 
 def write_tokenizer(checkpoint: GgufCheckpoint, folder: Path) -> None:
-    """Puts config.json, generation_config.json, tokenizer.json, tokenizer_config.json and, where
-    the file has one, chat_template.jinja into `folder`. Raises: ModelError: see above."""
+    """Puts config.json, generation_config.json, tokenizer.json, tokenizer_config.json and the
+    file's chat templates into `folder`. Raises: ModelError: see above."""
     metadata = checkpoint.metadata
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     tokens = metadata.texts("tokenizer.ggml.tokens")
@@ -190,13 +191,23 @@ def write_tokenizer(checkpoint: GgufCheckpoint, folder: Path) -> None:
         index = metadata.token_id(key)
         if index is not None:
             settings[f"{name}_token"] = tokens[index]
-    template = metadata.text("tokenizer.chat_template", "")
-    if template:
-        settings["chat_template"] = template
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    _write_templates(metadata, folder)
     _write_json(folder / "tokenizer_config.json", settings)
     _write_json(folder / "config.json", checkpoint.config)
     _write_json(folder / "generation_config.json", checkpoint.generation_config)
+
+
+def _write_templates(metadata: GgufMetadata, folder: Path) -> None:
+    """chat_template.jinja, and further ones where transformers looks for them, by their names."""
+    found = {folder / "chat_template.jinja": metadata.text("tokenizer.chat_template", "")}
+    for name in metadata.texts("tokenizer.chat_templates", []):
+        if re.fullmatch(r"\w+", name):  # it becomes a file's name
+            path = folder / "additional_chat_templates" / f"{name}.jinja"
+            found[path] = metadata.text(f"tokenizer.chat_template.{name}", "")
+    for path, template in found.items():
+        if template:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(template, encoding="utf-8")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -191,6 +191,15 @@ def test_a_generation_ends_by_the_named_ids_and_by_known_ends_of_turns(
     assert found == (ends[0] if ends is not None and len(ends) == 1 else ends)
 
 
+def test_a_file_may_have_several_chat_templates(tmp_path):
+    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    file = write_gguf(make_llama(), tmp_path / "model.gguf", Kind.F16, template=templates)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(file, tmp_path, lambda message: None))
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "D"
+    assert tokenizer.apply_chat_template(chat, tools=[{}], tokenize=False) == "T"
+
+
 def test_a_folder_is_its_own_model_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert model_folder(tmp_path, tmp_path / "cache", print) == tmp_path

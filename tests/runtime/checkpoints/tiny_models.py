@@ -109,9 +109,10 @@ def write_gguf(
     path: Path,
     kind: gguf.GGMLQuantizationType,
     blocks: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
+    template: str | list[dict[str, str]] = TEMPLATE,
 ) -> Path:
     """The model with matrices of `kind` and norms in float32; `blocks` replaces the data of some
-    tensors by quantized blocks."""
+    tensors by quantized blocks, `template` may be several with their names."""
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_block_count(config.num_hidden_layers)
@@ -131,7 +132,7 @@ def write_gguf(
     writer.add_eos_token_id(TOKENS.index("<|end|>"))
     writer.add_pad_token_id(TOKENS.index("<|end|>"))
     writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template(template)
     for name, tensor in tensors_of(model).items():
         values = tensor.numpy()
         reordered = config.model_type == "llama"
