@@ -390,22 +390,3 @@ class Checked(Kind[Any]):
 
     def parts(self) -> tuple[type[Any], ...]:
         return self.kind.parts()
-
-
-class Made(Kind[T]):
-    """A value of another kind, made into something else."""
-
-    def __init__(self, kind: Kind[Any], make: Callable[[Any], T]) -> None:
-        self.kind, self.make, self.json_types = kind, make, kind.json_types
-
-    def read(self, value: Any, where: str, reading: Reading) -> T:
-        return self.make(self.kind.read(value, where, reading))
-
-    def allowed(self, limits: ApiLimits | None) -> str:
-        return self.kind.allowed(limits)
-
-    def schema(self, limits: ApiLimits) -> Schema:
-        return self.kind.schema(limits)
-
-    def parts(self) -> tuple[type[Any], ...]:
-        return self.kind.parts()

@@ -45,7 +45,7 @@ def _bracket_depth(tokens: Iterable[str]) -> int:
 def lark_nesting(text: str) -> int:
     """The deepest way through a grammar's rules and terminals, with the brackets around each."""
     begins = list(_LARK_RULE.finditer(text))
-    ends = [begin.start() for begin in begins[1:]] + [len(text)]
+    ends = [*(begin.start() for begin in begins[1:]), len(text)][: len(begins)]
     weights: dict[str, int] = defaultdict(int)
     references: dict[str, set[str]] = defaultdict(set)
     for begin, end in zip(begins, ends, strict=True):

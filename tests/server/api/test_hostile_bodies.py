@@ -105,9 +105,11 @@ def test_arguments_that_are_deep_json_in_a_string_are_kept_as_text(tooled, depth
 )
 def test_a_huge_wrong_value_is_quoted_without_writing_it_out(value):
     started = time.process_time()
+    repr(value)
+    written = time.process_time()
     told = shown(value)
     assert len(told) <= 80
-    assert time.process_time() - started < 0.05
+    assert time.process_time() - written < (written - started) / 10
 
 
 def test_values_that_fit_are_quoted_whole():

@@ -17,7 +17,7 @@ from server.api.chat import ChatBody
 from server.api.completions import CompletionBody
 from server.api.fields import Record, Served, Tagged
 from server.api.generate import GenerateBody, NativeSampling
-from server.api.kinds import Checked, Either, Items, Made
+from server.api.kinds import Checked, Either, Items
 from server.api.messages import CountTokensBody, MessageBody
 from server.api.responses import ResponseBody
 
@@ -79,7 +79,7 @@ def arms(hint):
 
 def bodies(kind, official, listed):
     """The declared bodies that read such a typed dict; none where its kind is refused."""
-    if isinstance(kind, Checked | Made):
+    if isinstance(kind, Checked):
         yield from bodies(kind.kind, official, listed)
     elif isinstance(kind, Either):
         for one in kind.kinds:

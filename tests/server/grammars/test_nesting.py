@@ -106,6 +106,7 @@ def test_what_grammars_need_is_served(make, given, text):
 def test_brackets_in_texts_and_expressions_are_none():
     assert regex_nesting(r"(a(b)\(\((c))[((]") == 2
     assert lark_nesting('start: "((((" /\\((a|b)/ (x | "b")  // ((((\nx: "a" # ((\n') == 3
+    assert lark_nesting("0") == lark_nesting("") == 0, "no rule at all"
 
 
 def test_schema_levels():
