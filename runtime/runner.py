@@ -129,7 +129,15 @@ class Runner(Protocol):
     info: RunnerInfo
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
-        """Starts a step and returns at once."""
+        """Starts a step and returns at once. What the device keeps of the rows in `batch.restore`
+        is first set to what their committed tokens say."""
+        ...
+
+    def probe(self) -> None:
+        """Blocks until the device has shown that it still computes. No step is in flight.
+
+        Raises: Exception: it does not, and never will again.
+        """
         ...
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ class StepRecord:
         planned_s, launched_s, done_s, committed_s: moments in the step's life. With overlap the
             next step is planned and launched between launched_s and done_s.
         plan_s: seconds that planning it took. device_s: seconds the device spent on it.
+        retry: its rows were in a step that failed.
         failed: why the whole step failed, or None.
     """
 
@@ -48,6 +49,7 @@ class StepRecord:
     committed_s: float
     plan_s: float
     device_s: float
+    retry: bool = False
     failed: str | None = None
 
 

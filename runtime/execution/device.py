@@ -137,6 +137,18 @@ class Device:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
+    def probe(self) -> None:
+        """Blocks until the device has done what is queued, and a small computation after it.
+
+        Raises: RuntimeError: it cannot; after an error that sticks (an illegal address), every
+            later call raises.
+        """
+        ones = torch.ones(8, device=self.torch_device)
+        if float(ones.sum()) != 8.0:
+            raise RuntimeError("the device computes wrong sums")
+        if self.queued:
+            torch.cuda.synchronize(self.torch_device)
+
     def used_bytes(self) -> int:
         """Device memory that is taken, measured: by this process, by its context, by others."""
         if not self.queued:

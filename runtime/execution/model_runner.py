@@ -116,6 +116,10 @@ class ModelRunner:
         """Starts a step and returns at once."""
         return self._launcher.launch(ModelStep(self, batch))
 
+    def probe(self) -> None:
+        """Blocks until the device has shown that it computes. Raises what it raises."""
+        self.device.probe()
+
     def close(self) -> None:
         """Waits for launched steps. Idempotent."""
         self._launcher.close()

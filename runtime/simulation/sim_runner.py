@@ -80,6 +80,9 @@ class SimRunner:
             self._jobs.put((batch, step))
         return step
 
+    def probe(self) -> None:
+        """There is no device that could be gone."""
+
     def close(self) -> None:
         """Waits for launched steps. Idempotent."""
         if self._thread is not None:

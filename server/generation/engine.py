@@ -5,8 +5,11 @@
 Step N + 1 is launched before N is read, so the device never waits for the host. Only its sampling
 waits, and only where a grammar must first see N's tokens. Nothing here waits for a client.
 
-A step that fails is tried again by halves, until the row that it fails for ends alone. A fault of
-the loop itself ends the engine: every present and later request gets `EngineDead`.
+    N fails -> wait for N+1, drop its result -> probe the device -> the scheduler takes both back
+
+Then the scheduler plans N's rows again by halves, until the row that cannot be computed is alone
+and ends. A device that is gone, or a fault of the loop itself, ends the engine: every present and
+later request gets `EngineDead`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runtime.request import Request, RequestOutput
-    from runtime.runner import LaunchedStep, Runner, StepOutput
+    from runtime.runner import LaunchedStep, Runner
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
     from server.generation.metrics import Metrics
@@ -162,7 +165,9 @@ class Engine:
             await self._run()
         except BaseException as error:
             log.critical("the engine loop failed", exc_info=error)
-            self.dead = EngineDead(f"the engine has stopped: internal error ({_kind(error)})")
+            known = isinstance(error, EngineDead)
+            message = str(error) if known else f"internal error ({_kind(error)})"
+            self.dead = EngineDead(f"the engine has stopped: {message}")
             for sequence in list(self._live.values()):
                 self._leave(sequence, "error")
                 sequence.stream.fail(self.dead)
@@ -179,7 +184,7 @@ class Engine:
             if following is not None:
                 self._sample(following)
                 if not self._overlap:
-                    await self._finish(following)
+                    await self._finish(following, None)
                     following = None
             elif flight is not None:
                 # What is done when idle may take a while: the last tokens go out before it.
@@ -199,46 +204,54 @@ class Engine:
         launched = self.clock()
         try:
             step = self.runner.launch(batch)
-            if not self._masked_live or not needs_mask(batch, self._live):
-                step.sample(None)
         except Exception as error:
-            # Fails in its turn, after the step before it is committed.
-            step = failed_step(error)
+            step = failed_step(error)  # in its turn, after the step before it is committed
+        if not self._masked_live or not needs_mask(batch, self._live):
+            step.sample(None)
         return _InFlight(batch, step, last_reason, planned, launched), ""
 
     def _sample(self, flight: _InFlight) -> None:
         """Lets a step sample whose masks had to wait for the tokens of the step before."""
-        if flight.step.may_sample or flight.step.done:
-            return
-        vocab_size = self.runner.info.vocab_size
-        masks = token_masks(flight.batch, self._live, vocab_size, self._fail)
-        flight.masked_rows = len(masks.rows) if masks is not None else 0
-        flight.step.sample(masks)
+        if not flight.step.may_sample:
+            vocab_size = self.runner.info.vocab_size
+            masks = token_masks(flight.batch, self._live, vocab_size, self._fail)
+            flight.masked_rows = len(masks.rows) if masks is not None else 0
+            flight.step.sample(masks)
 
-    async def _finish(self, flight: _InFlight, following: _InFlight | None = None) -> bool:
+    async def _finish(self, flight: _InFlight, later: _InFlight | None) -> bool:
         """Waits for a step, applies and delivers what it gave.
 
-        Returns: False where it failed; the following step, if there is one, is then done on the
-            device and taken back, whatever it gave.
+        Args: later: the step launched after it. Where this one failed it is dropped.
+        Returns: whether it gave anything.
         """
-        output: StepOutput | None = None
-        failed: Exception | None = None
         try:
             await _done(flight.step)
             output = flight.step.result()
         except Exception as error:
-            failed = error
-            log.error("step %d failed", flight.batch.step, exc_info=error)
-        if output is None and following is not None:
-            await _drained(following.step)
+            await self._take_back(flight, later, error)
+            return False
         done = self.clock()
-        if output is None:
-            news = self.scheduler.fail(flight.batch, "the model step failed", done)
-        else:
-            news = self.scheduler.commit(flight.batch, output, done)
-        self._deliver(news, done)
-        self._record(flight, output, failed, done)
-        return output is not None
+        self._deliver(self.scheduler.commit(flight.batch, output, done), done)
+        self._record(flight, done, device_s=output.device_s)
+        return True
+
+    async def _take_back(
+        self, flight: _InFlight, later: _InFlight | None, error: Exception
+    ) -> None:
+        """A step has failed: neither it nor the one after it has ever been, for the scheduler.
+
+        Raises: EngineDead: the device is gone.
+        """
+        log.error("step %d failed", flight.batch.step, exc_info=error)
+        if later is not None:
+            await _drained(later.step)
+        try:
+            await asyncio.to_thread(self.runner.probe)
+        except Exception as gone:
+            raise EngineDead(f"the device is gone ({_kind(gone)})") from gone
+        now = self.clock()
+        self._deliver(self.scheduler.fail(flight.batch, "the model step failed", now), now)
+        self._record(flight, now, failed=_kind(error))
 
     async def _rest(self) -> None:
         """Nothing to compute: waits for work, or for the clock where requests wait for it."""
@@ -324,11 +337,7 @@ class Engine:
             log.exception("request %s could not be counted", sequence.request.request_id)
 
     def _record(
-        self,
-        flight: _InFlight,
-        output: StepOutput | None,
-        failed: Exception | None,
-        done: float,
+        self, flight: _InFlight, done: float, device_s: float = 0.0, failed: str | None = None
     ) -> None:
         batch = flight.batch
         ids = [request.request_id for request in batch.requests]
@@ -348,8 +357,9 @@ class Engine:
             done_s=done,
             committed_s=self.clock(),
             plan_s=flight.launched_s - flight.planned_s,
-            device_s=output.device_s if output is not None else 0.0,
-            failed=None if failed is None else _kind(failed),
+            device_s=device_s,
+            retry=batch.retry,
+            failed=failed,
         )
         self.records.append(record)
         self.metrics.step(record)

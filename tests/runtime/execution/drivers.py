@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Run:
     outputs: dict[str, Generated] = field(default_factory=dict)
     steps: Counter[str] = field(default_factory=Counter)
     launched_ahead: int = 0
+    failed_steps: int = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -93,24 +95,47 @@ def run(
             launched = (plan.batch, runner.launch(plan.batch))
         elif inflight is None and scheduler.has_unfinished:
             raise AssertionError(f"nothing to launch and nothing in flight: {plan.reason}")
-        if inflight is not None and fails(inflight[0]):
-            if launched is not None:
-                launched[1].sample(None)
-                launched[1].result()
+        if inflight is not None:
+            lost = fails(inflight[0])
+            if not _finish(result, scheduler, inflight, launched, now, lost=lost):
                 launched = None
-            inflight[1].result()
-            _take(result, scheduler.fail(inflight[0], "lost", now))
-        elif inflight is not None:
-            _take(result, scheduler.commit(inflight[0], inflight[1].result(), now))
         if launched is not None:
             launched[1].sample(masks(launched[0]))
             if not overlap:
-                _take(result, scheduler.commit(launched[0], launched[1].result(), now))
+                _finish(result, scheduler, launched, None, now)
                 launched = None
         inflight = launched
         if check:
             scheduler.check()
     return result
+
+
+def _finish(
+    result: Run,
+    scheduler: Scheduler,
+    flight: tuple[ScheduleBatch, LaunchedStep],
+    later: tuple[ScheduleBatch, LaunchedStep] | None,
+    now: float,
+    *,
+    lost: bool = False,
+) -> bool:
+    """Commits a step; where it failed, or is to be lost, drops the one launched after it and has
+    both taken back."""
+    batch, step = flight
+    try:
+        output = step.result()
+        if lost:
+            raise RuntimeError("lost")
+    except RuntimeError:
+        result.failed_steps += 1
+        if later is not None:
+            later[1].sample(None)
+            with contextlib.suppress(RuntimeError):
+                later[1].result()
+        _take(result, scheduler.fail(batch, "the step failed", now))
+        return False
+    _take(result, scheduler.commit(batch, output, now))
+    return True
 
 
 def _take(result: Run, outputs: Sequence[object]) -> None:

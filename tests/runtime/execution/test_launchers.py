@@ -154,12 +154,15 @@ def test_close_waits_for_what_may_sample_and_is_idempotent(runner: ModelRunner) 
     runner.close()
 
 
-def test_close_gives_up_a_step_that_may_never_sample(built: ModelRunner) -> None:
-    runner = ModelRunner(built.device, built.decoder, built.sizes)
-    pending = runner.launch(prefill())
+def test_close_gives_up_steps_that_may_never_sample(runner: ModelRunner) -> None:
+    pending = [runner.launch(prefill(row)) for row in (1, 2, 3)]
+    pending[0].sample(None)
     runner.close()
-    with pytest.raises(RuntimeError, match="closed before"):
-        pending.result()
+    assert len(pending[0].result().token_ids) == 1
+    for step in pending[1:]:
+        assert step.done, "nobody waits for it for ever"
+        with pytest.raises(RuntimeError, match="closed before"):
+            step.result()
 
 
 def test_a_decode_step_from_device_tensors_alone_is_the_same_step(built: ModelRunner) -> None:
