@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from server.formats.template_traits import TemplateTraits, find_traits
 from server.formats.tool_parser import mistral_call_id
 from server.formats.tools import answer_source, tool_family
 from server.grammars import sources as sources
-from server.grammars.compiler import GrammarCompiler, hugging_face_tokenizer
+from server.grammars.compiler import GrammarCompiler, check_length, hugging_face_tokenizer
 from server.grammars.output_rules import source_of
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 # The tail of a prompt that shows whether it has begun the reasoning.
 _TAIL_TOKENS = 16
+# Up to here a grammar is looked through in the time of some requests (1 ms).
+_INLINE_CHARACTERS = 4000
 
 
 class ModelFormat:
@@ -117,12 +121,10 @@ class ModelFormat:
 
         Raises: InvalidRequest: a grammar that is seen to be wrong without compiling it.
         """
-        found = source_of(rules, self.special_tokens)
-        source, param = found if found is not None else (None, "tools")
-        if tools is not None:
-            source = answer_source(tools, self.tool_family, source, self.special_tokens)
-        if source is None:
+        found = await self._source(rules, tools)
+        if found is None:
             return params
+        source, param = found
         if prompt_ids is not None:
             source = self._after_reasoning(source, prompt_ids, begun)
         grammar = self._compiler.grammar(source, param)
@@ -134,6 +136,31 @@ class ModelFormat:
             # The matcher holds the end back itself, and only where the grammar leaves a choice.
             sampling=replace(sampling, min_tokens=0),
         )
+
+    async def _source(
+        self, rules: Sequence[OutputRule], tools: ToolRequest | None
+    ) -> tuple[Source, str] | None:
+        """What the answer must look like, and the field that says so; None: anything.
+
+        A long grammar takes a second to look through: that must not hold up others.
+        """
+
+        def build() -> tuple[Source, str] | None:
+            found = source_of(rules, self.special_tokens)
+            if tools is None:
+                return found
+            source, param = found if found is not None else (None, "tools")
+            source = answer_source(tools, self.tool_family, source, self.special_tokens)
+            return None if source is None else (source, param)
+
+        parts = [(rule.name, rule.value) for rule in rules]
+        if tools is not None and (rules or tools.enforced):
+            parts += [("tools", tool.parameters) for tool in tools.allowed]
+        size = 0
+        for name, part in parts:
+            size += len(part) if isinstance(part, str) else len(json.dumps(part))
+            check_length(size, name)
+        return build() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(build)
 
     def _after_reasoning(self, source: Source, prompt_ids: Sequence[int], begun: str) -> Source:
         family = self.reasoning_family

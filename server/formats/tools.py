@@ -65,6 +65,11 @@ class ToolRequest:
     parallel: bool
 
     @property
+    def enforced(self) -> bool:
+        """Some tool's schema rules the answer."""
+        return self.required or any(tool.strict for tool in self.allowed)
+
+    @property
     def allowed(self) -> tuple[Tool, ...]:
         return tuple(tool for tool in self.tools if tool.name in self.callable)
 

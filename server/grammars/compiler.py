@@ -55,6 +55,16 @@ MAX_CHARACTERS = 150_000
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
+def check_length(characters: int, param: str) -> None:
+    """Raises: InvalidRequest: a grammar of so many characters takes too long to compile."""
+    if characters > MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"{param}: the grammar has {characters} characters; at most {MAX_CHARACTERS} are"
+            " allowed",
+            param=param,
+        )
+
+
 def hugging_face_tokenizer(
     tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]
 ) -> LLTokenizer:
@@ -180,12 +190,7 @@ class Grammar:
         self.source = source
         self.param = param
         self.key = json.dumps(source)
-        if len(self.key) > MAX_CHARACTERS:
-            raise InvalidRequest(
-                f"{param}: the grammar has {len(self.key)} characters; at most {MAX_CHARACTERS}"
-                " are allowed",
-                param=param,
-            )
+        check_length(len(self.key), param)
 
     def matcher(self, min_tokens: int = 0, stop_token_ids: Iterable[int] = ()) -> GrammarMatcher:
         """A matcher at the start.

@@ -13,7 +13,7 @@ from server.grammars.nesting import MAX_REFERENCES, MAX_REGEX_NESTING, lark_nest
 if TYPE_CHECKING:
     from server.grammars.sources import Source
 
-_SCHEMA_IN_LARK = re.compile(r"%json\s*(?=\{)")
+_SCHEMA_IN_LARK = re.compile(r"%json\s*+(?=\{)")
 
 
 def regex(pattern: Any, param: str) -> Source:

@@ -33,6 +33,8 @@ FORMATS = frozenset(
 )
 # JSON within JSON that the library's reader takes, less what stands around a schema.
 _MAX_JSON_DEPTH = 120
+# Beyond some five hundred the library gives up while it runs, at the first key.
+_MAX_OPTIONAL = 450
 
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -101,6 +103,7 @@ class _Check:
             return schema  # a boolean; anything else is refused by the library, which names it
         result = {key: value for key, value in schema.items() if key != "x-guidance"}
         self._check_texts(result)
+        self._check_properties(result)
         if result.get("uniqueItems") is False:
             del result["uniqueItems"]
         if isinstance(form := result.get("format"), str) and form not in FORMATS:
@@ -136,6 +139,18 @@ class _Check:
         for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
             if isinstance(pattern, str) and regex_nesting(pattern) > MAX_REGEX_NESTING:
                 raise self._error(f"a pattern is nested more than {MAX_REGEX_NESTING} levels deep")
+
+    def _check_properties(self, schema: dict[str, Any]) -> None:
+        properties, required = schema.get("properties"), schema.get("required")
+        if isinstance(properties, dict) and len(properties) > _MAX_OPTIONAL:
+            names = required if isinstance(required, list) else ()
+            known = {name for name in names if isinstance(name, str)}
+            optional = len(properties.keys() - known)
+            if optional > _MAX_OPTIONAL:
+                raise self._error(
+                    f"an object with {optional} properties that may be left out cannot be enforced;"
+                    f" at most {_MAX_OPTIONAL} can"
+                )
 
     def _one_of(self, schema: dict[str, Any]) -> None:
         """Branches of which no two can hold at once are what anyOf takes; the library finds that

@@ -18,12 +18,15 @@ MAX_REGEX_NESTING = 100
 # 1.9 overflows a stack of 8 MiB at some three times as many.
 MAX_REFERENCES = 800
 
-_IN_REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)
+# What is not closed goes to the end, and nothing is tried twice: a client may send anything.
+_IN_REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|[()]", re.DOTALL)
 # Lark: comments, texts and expressions, in which brackets and names say nothing; then both.
 _IN_LARK = re.compile(
-    r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?![*/])(?:\\.|[^/\\\n])+/|[\w-]+|[()\[\]{}]"""
+    r"""//[^\n]*+|\#[^\n]*+|"(?:\\.|[^"\\\n])*+(?:["\n]|\\?\Z)"""
+    r"""|/(?![*/])(?:\\.|[^/\\\n])*+(?:[/\n]|\\?\Z)|[\w-]++|[()\[\]{}]""",
+    re.DOTALL,
 )
-_LARK_RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_][\w-]*)[^\n:\"/|]*:", re.MULTILINE)
+_LARK_RULE = re.compile(r"^[ \t]*+[?!]?([A-Za-z_][\w-]*+)[^\n:\"/|]*+:", re.MULTILINE)
 
 
 def regex_nesting(pattern: str) -> int:
@@ -45,7 +48,7 @@ def _bracket_depth(tokens: Iterable[str]) -> int:
 def lark_nesting(text: str) -> int:
     """The deepest way through a grammar's rules and terminals, with the brackets around each."""
     begins = list(_LARK_RULE.finditer(text))
-    ends = [*(begin.start() for begin in begins[1:]), len(text)][: len(begins)]
+    ends = [*(begin.start() for begin in begins), len(text)][1:]
     weights: dict[str, int] = defaultdict(int)
     references: dict[str, set[str]] = defaultdict(set)
     for begin, end in zip(begins, ends, strict=True):

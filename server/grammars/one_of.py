@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-# Beyond these nothing is proven: references may turn in a circle, and branches be many.
+# Beyond these nothing is proven: references may turn in a circle, and branches have branches.
 _MAX_DEPTH = 16
-_MAX_BRANCHES = 64
+_MAX_COMPARISONS = 5_000  # of one schema, some milliseconds
 
 
 class Definitions:
@@ -23,17 +23,19 @@ class Definitions:
 
     def __init__(self, whole: dict[str, Any]) -> None:
         self._whole = whole
+        self._comparisons = 0
 
     def disjoint(self, branches: Sequence[Any]) -> bool:
         """Whether it is proven that no value follows two of these schemas."""
-        if len(branches) > _MAX_BRANCHES:
-            return False
         return all(self._apart(a, b, 0) for a, b in itertools.combinations(branches, 2))
 
     def _apart(self, a: Any, b: Any, depth: int) -> bool:
+        self._comparisons += 1
         if a is False or b is False:
             return True
-        if depth > _MAX_DEPTH or not (isinstance(a, dict) and isinstance(b, dict)):
+        if depth > _MAX_DEPTH or self._comparisons > _MAX_COMPARISONS:
+            return False
+        if not (isinstance(a, dict) and isinstance(b, dict)):
             return False
         for one, other in ((a, b), (b, a)):
             for part in self._parts(one):
