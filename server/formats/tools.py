@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 Message = dict[str, Any]
+# Each is a rule that refers to the next: the grammar library follows them by recursion.
+_MAX_KEYWORDS = 450
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +305,11 @@ def _keyword_arguments(schema: dict[str, Any], param: str) -> Source:
     shared = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "$schema")}
     build = LarkBuilder({})
     items = list(properties.items()) if isinstance(properties, dict) else []
+    if len(items) > _MAX_KEYWORDS:
+        raise InvalidRequest(
+            f"{param}: {len(items)} parameters cannot be enforced; at most {_MAX_KEYWORDS} can",
+            param=param,
+        )
     # first_i: the properties from i on, when none was given so far; more_i: when some were.
     for index, (key, value) in enumerate(items):
         part = {**value, **shared} if isinstance(value, dict) else value

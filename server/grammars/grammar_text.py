@@ -13,6 +13,7 @@ from server.grammars.nesting import MAX_REFERENCES, MAX_REGEX_NESTING, lark_nest
 if TYPE_CHECKING:
     from server.grammars.sources import Source
 
+_MAX_LINES = 5000
 _SCHEMA_IN_LARK = re.compile(r"%json\s*+(?=\{)")
 
 
@@ -45,16 +46,7 @@ def context_free(text: Any, param: str) -> Source:
     if not isinstance(text, str) or not text.strip():
         raise InvalidRequest(f"{param} must be a grammar (Lark, or GBNF with ::=)", param=param)
     if "::=" in text:
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            text = any_to_lark(text)
-        except RecursionError:
-            raise InvalidRequest(
-                f"{param}: the grammar is nested too deeply", param=param
-            ) from None
-        except Exception as error:  # the converter raises Exception itself
-            raise InvalidRequest(f"{param}: {error}", param=param) from None
+        text = _lark_of(text, param)
     if lark_nesting(text) > MAX_REFERENCES:
         raise InvalidRequest(
             f"{param}: the grammar's rules refer to one another more than {MAX_REFERENCES} levels"
@@ -62,6 +54,25 @@ def context_free(text: Any, param: str) -> Source:
             param=param,
         )
     return [{"name": "grammar", "lark_grammar": _with_checked_schemas(text, param)}]
+
+
+def _lark_of(text: str, param: str) -> str:
+    """GBNF as Lark."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    # The converter looks for the line at each step.
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > _MAX_LINES:
+        raise InvalidRequest(
+            f"{param}: has {len(lines)} lines; at most {_MAX_LINES} are allowed", param=param
+        )
+    try:
+        return str(any_to_lark("\n".join(lines)))
+    except (RecursionError, IndexError):
+        told = "is nested too deeply, or ends within a text"
+    except Exception as error:  # the converter raises Exception itself
+        told = str(error).partition("\n")[0][:200]
+    raise InvalidRequest(f"{param}: {told}", param=param)
 
 
 def _with_checked_schemas(text: str, param: str) -> str:

@@ -90,3 +90,16 @@ async def test_a_limit_met_while_running_ends_that_request_with_its_reason():
         assert "too ambiguous" in body["error"]["message"]
         assert len((await other)["choices"][0]["text"]) == 30
         await server.wait_idle()
+
+
+async def test_a_tool_of_too_many_parameters_is_refused_where_calls_are_keyword_arguments():
+    tool = {"name": "f", "parameters": {"properties": {f"p{i}": {} for i in range(3000)}}}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": tool}],
+        "tool_choice": "required",
+    }
+    async with fake_server(tool_call_parser="pythonic") as server:
+        status, found = await server.post("/v1/chat/completions", body)
+        assert status == 400
+        assert "3000 parameters" in found["error"]["message"]
