@@ -112,6 +112,11 @@ class SchedulerOptions:
                 f"chunked_prefill_size {chunk} with page_size {page}: must be at least two pages"
                 f" ({2 * page}), or 0 for whole prompts"
             )
+        if (chunk is None or chunk > 0) and self.max_prefill_tokens < page:
+            raise ConfigError(
+                f"max_prefill_tokens {self.max_prefill_tokens}: must be at least a page ({page}),"
+                " or no long prompt could ever be cut"
+            )
         if align % page:
             raise ConfigError(
                 f"truncation_align_size {align}: must be a multiple of page_size ({page})"

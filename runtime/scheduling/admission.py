@@ -6,19 +6,21 @@ from typing import TYPE_CHECKING
 
 from runtime.scheduling.chunk_sizer import ChunkLoad, ChunkSize, make_chunk_sizer
 from runtime.scheduling.pending_prefixes import MAX_LEFT, PendingPrefixes
-from runtime.scheduling.preemption import choose_preempted
+from runtime.scheduling.preemption import WithoutVictims, fewest_victims
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
 from runtime.scheduling.prefill_delayer import PrefillDelayer
 from runtime.scheduling.queue_order import QueueOrder
+from runtime.scheduling.victims import preemption_order
 from runtime.scheduling.wait_clocks import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from runtime.config import SchedulerConfig
     from runtime.request import Request
     from runtime.scheduling.lifecycle import Lifecycle
-    from runtime.scheduling.prefill_adder import Admitted
+    from runtime.scheduling.prefill_adder import Admitted, Memory
+    from runtime.scheduling.radix_cache import PrefixMatch
 
 
 _FULL = (Reason.ROWS, Reason.KV_TOTAL, Reason.KV_STEP)
@@ -57,19 +59,22 @@ class Admission:
 
     # The pass
 
-    def build(self, now: float, ratio: float, *, retracted: bool) -> list[Admitted]:
+    def build(self, now: float, ratio: float, *, retracted: bool, urgent: bool) -> list[Admitted]:
         """The prefill rows of this pass, the pending chunk's next piece first. Admitted requests
         have left the queue, with a lock on their prefix.
 
         Args:
             ratio: the new-token ratio.
             retracted: this pass has retracted rows, so nobody new is admitted.
+            urgent: the first waiting request was, before this pass made room for it.
         """
         chunked = self._life.chunked
-        rows = self._rows_to_fill(now, retracted=retracted)
+        rows = self._rows_to_fill(now, retracted=retracted, urgent=urgent)
         built: list[Admitted] = []
         if rows > 0 or chunked is not None:
-            adder = self._adder(ratio, self._choose_size())
+            size = self._size(self._life.running, chunked)
+            self.chunk_tokens = size.tokens
+            adder = self._adder(ratio, size, self._life.running, self._memory)
             if chunked is not None:
                 adder.add_chunked(chunked)
                 if not adder.admitted:
@@ -78,59 +83,73 @@ class Admission:
             built = adder.admitted
             for item in built:
                 if item.match is not None:
-                    self._life.admitted(item.request, item.match.tokens, now)
+                    self._life.admit(item.request, item.match.tokens, now)
             self._order.note_admitted(admitted, now)
         if self._delayer is not None:
             self._delayer.finalize(len(built))
         return built
 
+    # For the sake of a much higher priority
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the first waiting request has so high a priority that it may push somebody out;
+        it is not held back for others either."""
+        config, queue = self._config, self._life.queue
+        admitted = self._life.admitted
+        if config.disable_priority_preemption or not queue or not admitted:
+            return False
+        lowest = min([request.priority for request in admitted])
+        return queue.highest_priority() - lowest > config.priority_preemption_threshold
+
     def preempted(self, now: float, ratio: float) -> list[Request]:
-        """Admitted requests that the first waiting one may push out, so that it then fits: for want
-        of rows or KV, or the pending chunk, behind which it would wait for a whole prompt."""
-        life, config = self._life, self._config
-        admitted = life.running if life.chunked is None else [*life.running, life.chunked]
-        if config.disable_priority_preemption or not life.queue or not admitted:
-            return []
-        threshold = config.priority_preemption_threshold
-        highest = life.queue.highest_priority()
-        if highest - min([request.priority for request in admitted]) <= threshold:
-            return []
+        """The fewest admitted requests without which the first waiting one, an urgent one, starts
+        in this pass; none where it starts anyway, or cannot."""
         candidate = next(iter(self._candidates(now)))
         _prepare_prefill(candidate)
-        # The size of the last pass will do: it bounds only what the pending chunk takes.
-        adder = self._adder(ratio, ChunkSize(self.chunk_tokens))
-        reserved = {r.request_id: int(adder.forecast(r)) for r in life.running}
-        if life.chunked is not None:
-            before = adder.off_total
-            adder.add_chunked(life.chunked)
-            reserved[life.chunked.request_id] = int(adder.off_total - before)
-        rows_missing = 1 - self._free_rows()
-        tokens_missing = self._tokens_missing(candidate, adder)
-        if rows_missing <= 0 and tokens_missing <= 0:
-            chunk = life.chunked
-            return [chunk] if chunk and highest - chunk.priority > threshold else []
-        return choose_preempted(
-            candidate,
-            admitted,
-            self._memory,
-            threshold=threshold,
-            rows_missing=rows_missing,
-            tokens_missing=tokens_missing,
-            reserved=reserved,
-        )
-
-    def _tokens_missing(self, candidate: Request, adder: PrefillAdder) -> int:
-        """By how much the candidate's need exceeds what the forecast leaves; fits if <= 0."""
         match = self._memory.match(candidate)
-        # Locked for the test: a prefix that only the cache holds is no room for the rest.
-        self._memory.lock(match.node)
-        missing = adder.need(candidate, match) - adder.rem_total + 1
-        self._memory.unlock(match.node)
-        return missing
+
+        def admits(victims: Sequence[Request]) -> bool:
+            return self._would_admit(candidate, match, ratio, victims)
+
+        rows_missing = 1 - self._free_rows()
+        if rows_missing <= 0 and admits(()):
+            return []
+        threshold, chunked = self._config.priority_preemption_threshold, self._life.chunked
+        order = preemption_order(self._life.admitted, candidate.priority, threshold)
+        least = max(rows_missing, 1)
+        victims = fewest_victims(order, least, admits)
+        if chunked in order:
+            # It may be the pending chunk alone that the candidate would wait behind.
+            order.sort(key=lambda request: request is not chunked)
+            sooner = fewest_victims(order, least, admits)
+            victims = sooner if len(sooner) < len(victims) else victims
+        return victims
+
+    def _would_admit(
+        self, candidate: Request, match: PrefixMatch, ratio: float, victims: Sequence[Request]
+    ) -> bool:
+        """Whether a waiting request would be the first to be admitted, were it not for some."""
+        life = self._life
+        running = [request for request in life.running if request not in victims]
+        chunked = None if life.chunked in victims else life.chunked
+        memory = WithoutVictims(self._memory, victims)
+        adder = self._adder(ratio, self._size(running, chunked), running, memory)
+        if chunked is not None:
+            pending = PendingPrefixes(self._memory)
+            pending.add(chunked)
+            adder.add_chunked(chunked)
+            if pending.worth_waiting(candidate, match):
+                return False
+        adder.add(candidate, match)
+        admitted = bool(adder.admitted) and adder.admitted[-1].request is candidate
+        if admitted:
+            memory.unlock(match.node)
+        return admitted
 
     # How many
 
-    def _rows_to_fill(self, now: float, *, retracted: bool) -> int:
+    def _rows_to_fill(self, now: float, *, retracted: bool, urgent: bool) -> int:
         """Requests that may be admitted in this pass; where none, says why."""
         if not self._life.queue:
             self._blocked_by(Reason.NEXT_PASS)
@@ -142,7 +161,7 @@ class Admission:
         if rows <= 0:
             self._blocked_by(Reason.ROWS)
             return 0
-        if not self._delayer_allows(now, rows):
+        if not urgent and not self._delayer_allows(now, rows):
             self._blocked_by(Reason.DELAYER)
             return 0
         return rows
@@ -201,24 +220,25 @@ class Admission:
         self._life.counters.shared_prefix_skips += 1
         self._life.clocks.single_out(request, Reason.SHARED_PREFIX)
 
-    def _choose_size(self) -> ChunkSize:
-        chunked, mixed = self._life.chunked, self._mixed_rows()
+    def _size(self, running: Sequence[Request], chunked: Request | None) -> ChunkSize:
+        mixed = self._mixed(running)
         context = sum([request.length for request in mixed])
         history = 0 if chunked is None else chunked.length
-        held_back = len(self._life.running) - len(mixed)
-        size = self.sizer.choose(ChunkLoad(history, len(mixed), context, held_back))
-        self.chunk_tokens = size.tokens
-        return size
+        held_back = len(running) - len(mixed)
+        return self.sizer.choose(ChunkLoad(history, len(mixed), context, held_back))
 
-    def _adder(self, ratio: float, size: ChunkSize) -> PrefillAdder:
-        """The budgets of this pass, beside the running rows."""
-        mixed = self._mixed_rows()
+    def _adder(
+        self, ratio: float, size: ChunkSize, running: Sequence[Request], memory: Memory
+    ) -> PrefillAdder:
+        """The budgets of a pass, beside these running rows."""
+        mixed = self._mixed(running)
         page_tokens = self._memory.new_page_tokens(mixed)
-        load = StepLoad(len(mixed), page_tokens, self._life.running, ratio)
-        return PrefillAdder(self._config, self._memory, load, size.tokens, exact_chunk=size.exact)
+        load = StepLoad(len(mixed), page_tokens, running, ratio)
+        return PrefillAdder(self._config, memory, load, size.tokens, exact_chunk=size.exact)
 
-    def _mixed_rows(self) -> list[Request]:
-        return [] if self._config.disable_mixed_chunk else self._life.running
+    def _mixed(self, running: Sequence[Request]) -> Sequence[Request]:
+        """The running rows that a step with prefill rows carries."""
+        return [] if self._config.disable_mixed_chunk else running
 
     def _blocked_by(self, reason: Reason) -> None:
         """What the first request that is left waits for, and all behind it."""

@@ -42,11 +42,9 @@ class DecodeMemory:
     def choose_victims(self) -> tuple[list[Request], Request | None]:
         """Whom `retract` would take, in order. Changes nothing."""
         staying = list(self._life.running)
-        chunked = self._life.chunked
-        admitted = staying if chunked is None else [*staying, chunked]
         victims: list[Request] = []
         released = Releasable(self._memory)
-        for victim in retraction_order(admitted):
+        for victim in retraction_order(self._life.admitted):
             victims.append(victim)
             staying = [request for request in staying if request is not victim]
             room = self._memory.available_tokens + released.add(victim)

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from runtime.errors import InvariantError
 from runtime.request import FinishReason, RequestState
 from runtime.scheduling.deadlines import Deadlines, Limit
 from runtime.scheduling.wait_clocks import Reason, WaitClocks
@@ -124,7 +125,12 @@ class Lifecycle:
 
     # On
 
-    def admitted(self, request: Request, cached_tokens: int, now: float) -> None:
+    @property
+    def admitted(self) -> list[Request]:
+        """Whom a row and KV may be taken from: the running requests and the pending chunk."""
+        return self.running if self.chunked is None else [*self.running, self.chunked]
+
+    def admit(self, request: Request, cached_tokens: int, now: float) -> None:
         """A request has left the queue for its first chunk, with this much of it cached."""
         record = request.scheduling
         self.queue.remove(request)
@@ -206,30 +212,45 @@ class Lifecycle:
 
     # Steps done
 
+    def done(self, batch: ScheduleBatch) -> InFlight:
+        """The oldest step in flight is done, and stands.
+
+        Raises: InvariantError: it is another one.
+        """
+        flight = self._oldest(batch)
+        self.inflight.popleft()
+        self.memory.step_done(batch.step)
+        return flight
+
+    def _oldest(self, batch: ScheduleBatch) -> InFlight:
+        if not self.inflight or self.inflight[0].batch is not batch:
+            raise InvariantError(f"step {batch.step} is not the oldest step in flight")
+        return self.inflight[0]
+
     def committed(self, flight: InFlight, now: float) -> None:
-        """The oldest step is committed: what only it still named is released."""
+        """Releases what only a step that is done still named."""
         for request in flight.leaving:
             self.release(request)
         for request in flight.returning:
             if request.finish is None:
                 self._return(request, 0, now)
 
-    def take_back(self, now: float) -> list[InFlight]:
-        """Takes every launched step back, the newest first, as if none had been launched.
+    def take_back(self, batch: ScheduleBatch, now: float) -> list[InFlight]:
+        """The oldest step in flight has failed: takes every launched step back, the newest first,
+        as if none had been launched.
 
         Whom the later ones admitted waits again where it waited. Whom the oldest admitted keeps its
         row and its cached prefix, and is in no list: it is tried again, or ends.
 
         Returns: those steps, the oldest first.
+        Raises: InvariantError: another step is the oldest.
         """
+        self._oldest(batch)
         flights = list(self.inflight)
         holders = {request.row: request for request in self.live.values() if request.row >= 0}
         for flight in reversed(flights):
-            batch = flight.batch
-            self.memory.take_back_shares(batch.step)
-            for row, index in zip(batch.table_rows, batch.table_indices, strict=True):
-                if row in holders:  # its request need not be in this step
-                    self.memory.out_of_date(holders[row], index)
+            self.memory.take_back_shares(flight.batch.step)
+            self._take_back_table(flight.batch, holders)
             self._take_back_rows(flight)
             if flight is not flights[0]:
                 for item in flight.prefills:
@@ -240,6 +261,12 @@ class Lifecycle:
             self.memory.step_done(flight.batch.step)
             self.committed(flight, now)
         return flights
+
+    def _take_back_table(self, batch: ScheduleBatch, holders: dict[int, Request]) -> None:
+        """The entries that rode in a step are sent again, also those of requests not in it."""
+        for row, index in zip(batch.table_rows, batch.table_indices, strict=True):
+            if row in holders:
+                self.memory.out_of_date(holders[row], index)
 
     def _take_back_rows(self, flight: InFlight) -> None:
         batch = flight.batch

@@ -110,21 +110,10 @@ class PrefillAdder:
         outputs = sum([min(r.max_new_tokens - r.launched_tokens, clip) for r in load.running])
         self.off_total: float = load.mixed_rows + load.new_token_ratio * outputs
         # Where a piece of a prompt may end.
-        align = config.truncation_align_size
-        self._cut = align or page
-        floor = page
-        if chunk_tokens is not None:
-            # However many decode rows there are, prefill never starves behind them; and whatever
-            # size was chosen, it reaches the next place where the first prompt may be cut.
-            floor = max(min(chunk_tokens, max(page, chunk_tokens // 4 // page * page)), align)
-        self.rem_input = max(config.max_prefill_tokens - load.mixed_rows, floor)
-        self.rem_chunk = NO_LIMIT
-        if chunk_tokens is not None:
-            self.rem_chunk = (
-                max(chunk_tokens, align)
-                if exact_chunk
-                else max(chunk_tokens - load.mixed_rows, floor)
-            )
+        self._cut = config.truncation_align_size or page
+        self.rem_input, self.rem_chunk = _prefill_budgets(
+            config, load.mixed_rows, chunk_tokens, exact_chunk=exact_chunk
+        )
         self._chunking = chunk_tokens is not None
         self.admitted: list[Admitted] = []
         self.new_requests = 0
@@ -139,10 +128,6 @@ class PrefillAdder:
     @property
     def cur_rem(self) -> int:
         return self._memory.available_tokens - self.off_current
-
-    def forecast(self, running: Request) -> float:
-        """Output tokens that are reserved for a running request."""
-        return self._load.new_token_ratio * min(running.remaining_tokens, self._clip)
 
     def need(self, request: Request, match: PrefixMatch) -> int:
         """KV tokens that a waiting request is taken to need beside its prefix."""
@@ -200,7 +185,7 @@ class PrefillAdder:
         tokens = extend if whole else self._cut_behind(match.tokens, self.rem_chunk)
         # An aligned cut may leave some of the chunk; only one prompt at a time is ever cut.
         if tokens <= 0 or (not whole and self.chunked is not None):
-            return self._refuse(Verdict.OTHER, Reason.CHUNK_BUDGET)
+            return self._refuse(Verdict.OTHER, self._cut_short)
         if self._ceil(tokens) > self.cur_rem:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_STEP)
         self.admitted.append(Admitted(request, match, match.tokens, tokens, whole))
@@ -250,6 +235,12 @@ class PrefillAdder:
         self.rem_input -= extend
         self.rem_chunk -= extend
 
+    @property
+    def _cut_short(self) -> Reason:
+        """Which of the two bounds a piece of a prompt ends at."""
+        by_input = self.rem_input <= self.rem_chunk
+        return Reason.INPUT_BUDGET if by_input else Reason.CHUNK_BUDGET
+
     def _verdict(self) -> Verdict:
         if self.rem_total <= 0:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
@@ -270,3 +261,19 @@ class PrefillAdder:
 
     def _floor(self, tokens: int) -> int:
         return tokens // self._page * self._page
+
+
+def _prefill_budgets(
+    config: SchedulerConfig, mixed_rows: int, chunk_tokens: int | None, *, exact_chunk: bool
+) -> tuple[int, int]:
+    """Prefill tokens that a step may have in all, and those that prompts may be cut to fit in."""
+    page, align, most = config.page_size, config.truncation_align_size, config.max_prefill_tokens
+    if chunk_tokens is None:
+        return max(most - mixed_rows, page), NO_LIMIT
+    # However many decode rows there are, prefill never starves behind them; and whatever size was
+    # chosen, it reaches the next place where the first prompt may be cut.
+    size = min(chunk_tokens, most)
+    floor = max(min(size, max(page, size // 4 // page * page)), align)
+    inputs = max(most - mixed_rows, floor)
+    chunk = max(chunk_tokens, align) if exact_chunk else max(chunk_tokens - mixed_rows, floor)
+    return inputs, min(inputs, chunk)

@@ -228,9 +228,11 @@ class Scheduler:
             if self._must_commit_first(plan):
                 return
             retracted = self._make_room(plan, now)
-        if not self._preempt(plan, now):
+        urgent = not retracted and self._admission.urgent
+        if urgent and not self._preempt(plan, now):
             return
-        admitted = self._admission.build(now, self._ratio.value, retracted=retracted)
+        ratio = self._ratio.value
+        admitted = self._admission.build(now, ratio, retracted=retracted, urgent=urgent)
         decoding = life.running if mixing or not admitted else []
         if decoding and not mixing:
             # The queue was looked at before: a strict pass that decodes has admitted nobody.
@@ -308,9 +310,7 @@ class Scheduler:
 
         Returns: news per request, in batch order, for those still alive.
         """
-        self._check_oldest(batch)
-        flight = self._life.inflight.popleft()
-        self.memory.step_done(batch.step)
+        flight = self._life.done(batch)
         self._admission.sizer.observe(batch, output.device_s)
         outputs, ended = apply_results(batch, output, flight.returning)
         self.counters.output_tokens += len(outputs)
@@ -345,22 +345,16 @@ class Scheduler:
 
         Returns: news of the request that ends, if it does.
         """
-        self._check_oldest(batch)
+        flights = self._life.take_back(batch, now)
         self.counters.failed_steps += 1
-        flights = self._life.take_back(now)
         self._retries.touched(flights)
         if len(batch.requests) > 1:
             self._retries.add(flights[0])
             return []
         (request,) = batch.requests
-        if flights[0].gave_up(request):
-            return []
+        if flights[0].gave_up(request) or request.ending is not None:
+            return []  # it ends otherwise
         return [self._end(request, Finish(FinishReason.ERROR, message=message))]
-
-    def _check_oldest(self, batch: ScheduleBatch) -> None:
-        inflight = self._life.inflight
-        if not inflight or inflight[0].batch is not batch:
-            raise InvariantError(f"step {batch.step} is not the oldest step in flight")
 
     # Endings
 

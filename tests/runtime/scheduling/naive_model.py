@@ -85,7 +85,13 @@ class NaiveModel:
         Args:
             admitted_before: ids of requests that held a table row before the pass.
         """
-        self._check_retractions(admitted_before)
+        if self._check_retractions(admitted_before):
+            assert batch is not None, "preempted for nobody"
+            threshold = self.scheduler.config.priority_preemption_threshold
+            started = [r for r in batch.requests if r.request_id not in admitted_before]
+            lowest = min(self.lives[name].request.priority for name in admitted_before)
+            gap = max([r.priority for r in started], default=lowest) - lowest
+            assert gap > threshold, "preempted for somebody who does not start"
         self._look_at_ends()
         if batch is None:
             return
@@ -146,7 +152,8 @@ class NaiveModel:
         for request, row in zip(batch.requests, rows_of(batch), strict=True):
             assert self.owed[request.request_id] == row
 
-    def _check_retractions(self, admitted_before: set[str]) -> None:
+    def _check_retractions(self, admitted_before: set[str]) -> bool:
+        """Returns: whether somebody was preempted."""
         preempted = self.scheduler.counters.preemptions > self.preemptions
         self.preemptions = self.scheduler.counters.preemptions
         restarts = self.restarts >= 0
@@ -163,6 +170,7 @@ class NaiveModel:
             may = preempted or restarts or life.order != oldest
             assert may, "the oldest admitted request was retracted"
             life.progress = (0, False, False)
+        return preempted
 
     def _check_order(self, batch: ScheduleBatch) -> None:
         """Without reuse, priorities and arrival alone decide who is admitted under fcfs."""

@@ -266,3 +266,42 @@ def test_a_pending_chunk_takes_what_is_really_free_and_waits_with_nothing() -> N
     assert not step.admitted
     assert step.chunked is made
     assert step.reason is Reason.KV_STEP
+
+
+class TestMostPrefillTokens:
+    """max_prefill_tokens bounds a step also where prompts are cut."""
+
+    @pytest.mark.parametrize("mixed", [0, 8, 300])
+    def test_a_long_prompt_is_cut_by_it(self, mixed: int) -> None:
+        step = adder(chunk=4096, mixed=mixed, page_size=16, max_prefill_tokens=256)
+        step.add(waiting(10_000, 4), NO_MATCH)
+        # 256 - 8 in whole pages; however many rows there are, a quarter of it is left.
+        assert step.admitted[0].tokens == {0: 256, 8: 240, 300: 64}[mixed]
+        assert step.add(waiting(20, 4), NO_MATCH) is Verdict.OTHER
+        assert len(step.admitted) == 1
+
+    def test_a_pending_chunk_is_cut_by_it(self) -> None:
+        step = adder(chunk=4096, max_prefill_tokens=256)
+        long = waiting(10_000, 4)
+        long.length = 100
+        step.add_chunked(long)
+        assert step.admitted[0].tokens == 256
+
+    def test_short_prompts_together_stay_within_it(self) -> None:
+        step = adder(chunk=4096, max_prefill_tokens=256)
+        for _ in range(3):
+            step.add(waiting(100, 4), NO_MATCH)
+        assert [item.tokens for item in step.admitted] == [100, 100, 56]
+        assert step.reason is Reason.INPUT_BUDGET
+
+    def test_a_size_chosen_for_a_latency_target_is_cut_by_it(self) -> None:
+        made = config(max_prefill_tokens=256, page_size=16)
+        load = StepLoad(8, 0, [], 0.7)
+        step = PrefillAdder(made, FakeMemory(100_000), load, 1024, exact_chunk=True)
+        step.add(waiting(10_000, 4), NO_MATCH)
+        assert step.admitted[0].tokens == 240
+
+    def test_less_than_a_page_is_refused_where_prompts_are_cut(self) -> None:
+        with pytest.raises(ConfigError, match=r"max_prefill_tokens 8.*at least a page \(16\)"):
+            config(max_prefill_tokens=8, page_size=16)
+        assert config(max_prefill_tokens=8, page_size=16, chunked_prefill_size=0)

@@ -45,6 +45,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     page = draw(st.sampled_from([1, 16, 64]))
     pages = draw(st.integers(6, {1: 120, 16: 40, 64: 14}[page]))
     chunk = draw(st.sampled_from([0, 2, 3, 8])) * page
+    most = draw(st.sampled_from([2, 8, 1000])) * page
     return SchedulerConfig(
         page_size=page,
         capacity_tokens=pages * page + draw(st.integers(0, page - 1)),
@@ -52,9 +53,9 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         eos_token_ids=frozenset([EOS]),
         max_running_requests=draw(st.integers(1, 8)),
         chunked_prefill_size=chunk,
-        max_prefill_tokens=draw(st.sampled_from([2, 8, 1000])) * page,
+        max_prefill_tokens=most,
         max_prefill_requests=draw(st.sampled_from([0, 0, 1, 2])),
-        truncation_align_size=draw(st.sampled_from([0, 0, 0, 2 * page])),
+        truncation_align_size=draw(st.sampled_from([0, 0, 2 * page, min(chunk, most)])),
         disable_mixed_chunk=draw(st.sampled_from([False, False, True])),
         disable_radix_cache=draw(st.sampled_from([False, False, True])),
         eviction_policy=draw(st.sampled_from(EVICTION_POLICIES)),

@@ -1,0 +1,144 @@
+"""Preemption: nobody is pushed out unless who takes the place starts in that very pass."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from runtime.request import Request
+from tests.runtime.scheduling.scheduler_harness import Driver, config, request
+
+
+def turn_until_started(driver: Driver, name: str, turns: int = 200) -> tuple[int | None, int]:
+    """(the turn in which somebody was first preempted, the one in which `name` started)."""
+    made = driver.scheduler._life.live[name]
+    preempted = None
+    for turn in range(turns):
+        driver.step()
+        if preempted is None and driver.scheduler.counters.preemptions:
+            preempted = turn
+        if made.row >= 0:
+            return preempted, turn
+    raise AssertionError(f"{name} has not started after {turns} turns")
+
+
+class TestWhoCannotStart:
+    """A running row is not taken for somebody who has to wait all the same."""
+
+    def loaded(self, chunk_priority: int, **options: object) -> Driver:
+        """A running row and a pending chunk; no row is free."""
+        driver = Driver(config(capacity_tokens=4096, max_running_requests=2, **options))
+        driver.add(request("low", 16, 300))
+        driver.step()
+        driver.step()
+        driver.add(request("chunk", 2000, 4, priority=chunk_priority))
+        driver.step()
+        driver.step()
+        return driver
+
+    def test_behind_a_pending_chunk_that_does_not_yield(self) -> None:
+        driver = self.loaded(chunk_priority=100)
+        driver.add(request("high", 50, 4, priority=100))
+        preempted, started = turn_until_started(driver, "high")
+        assert preempted == started
+
+    def test_a_pending_chunk_that_blocks_yields_before_a_row(self) -> None:
+        """Of lower priority than the row, the chunk alone makes way."""
+        driver = self.loaded(chunk_priority=1)
+        driver.add(request("high", 50, 4, priority=100))
+        assert turn_until_started(driver, "high") == (1, 1)
+        assert driver.scheduler._life.live["chunk"].retractions == 1
+        assert driver.scheduler._life.live["low"].retractions == 0
+
+    def test_waiting_for_its_twin(self) -> None:
+        driver = self.loaded(chunk_priority=100)
+        chunk = driver.scheduler._life.live["chunk"]
+        driver.add(request("high", list(chunk.input_ids[:1990]), 4, priority=100))
+        preempted, started = turn_until_started(driver, "high")
+        assert preempted == started
+
+    def test_who_may_preempt_is_not_held_by_the_delayer(self) -> None:
+        driver = Driver(
+            config(
+                capacity_tokens=4096,
+                max_running_requests=2,
+                chunked_prefill_size=512,
+                enable_prefill_delayer=True,
+                delayer_low_watermark=0.0,
+            )
+        )
+        driver.add(request("low", 16, 300), request("low2", 16, 300))
+        driver.step()
+        driver.step()
+        driver.add(request("high", 50, 4, priority=100))
+        assert turn_until_started(driver, "high") == (1, 1)
+
+    def test_a_pass_that_retracted_preempts_nobody_since_it_admits_nobody(self) -> None:
+        driver = Driver(config(schedule_conservativeness=0.0), overlap=False)
+        driver.add(request("low0", 50, 90), request("low1", 50, 90))
+        while driver.scheduler.statistics().free_tokens >= 2:
+            driver.step()
+        driver.add(request("high", 10, 4, priority=100))
+        driver.step()
+        counters = driver.scheduler.counters
+        assert (counters.retractions, counters.preemptions) == (1, 0)
+        assert driver.scheduler.statistics().reason == "retracted"
+
+    def test_a_prefix_that_the_candidate_reads_is_not_what_a_victim_gives_back(self) -> None:
+        """Both victims hold 100 tokens together; the candidate needs them too, and 60 more, of
+        which 40 are free."""
+        shared = list(range(5000, 5100))
+        driver = Driver(config(max_running_requests=3, schedule_conservativeness=0.0))
+        driver.add(request("low0", [*shared, 1], 9), request("mid", 40, 20, priority=95))
+        driver.step()
+        driver.step()
+        driver.add(request("high", [*shared, *range(60)], 15, priority=100))
+        for _ in range(3):
+            driver.step()
+        assert driver.scheduler.counters.preemptions == 0
+        driver.run()
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("ignore_eos", [True, False], ids=["known length", "forecast"])
+def test_preemption_and_admission_count_by_one_rule(cache: bool, ignore_eos: bool) -> None:
+    """In every pass that preempts, somebody of that higher priority starts, and with one victim
+    less it would not have."""
+    rng = random.Random(7)
+    preempting = 0
+    for _ in range(25):
+        driver = Driver(
+            config(
+                disable_radix_cache=not cache,
+                max_running_requests=rng.randint(2, 6),
+                schedule_conservativeness=rng.choice([0.0, 0.3, 1.0]),
+                chunked_prefill_size=rng.choice([16, 64, 0]),
+                page_size=1,
+            ),
+            overlap=False,
+            checked=False,
+        )
+        for turn in range(40):
+            if rng.random() < 0.5:
+                driver.add(_any_request(rng, f"r{turn}", ignore_eos=ignore_eos))
+            before = driver.scheduler.counters.preemptions
+            rows = {r.request_id for r in driver.scheduler._life.live.values() if r.row >= 0}
+            batch = driver.step().batch
+            if driver.scheduler.counters.preemptions > before:
+                preempting += 1
+                assert batch is not None
+                started = [r for r in batch.requests if r.request_id not in rows]
+                assert any(r.priority >= 50 for r in started)
+            driver.scheduler.check()
+    assert preempting > 10
+
+
+def _any_request(rng: random.Random, name: str, *, ignore_eos: bool) -> Request:
+    return request(
+        name,
+        rng.randint(1, 120),
+        rng.randint(1, 60),
+        priority=rng.choice([0, 0, 0, 50, 100]),
+        ignore_eos=ignore_eos,
+    )
