@@ -39,13 +39,10 @@ class ModelInfo:
     """What the server needs to know of the model beside its runner.
 
     Args:
-        path: the folder or file that was loaded.
         context_length: tokens of a sequence, prompt and output together.
         eos_token_ids: ids that end a generation.
     """
 
-    path: Path
-    model_type: str
     context_length: int
     eos_token_ids: frozenset[int]
 
@@ -91,8 +88,6 @@ def build_runner(
     except ValueError as error:  # a shape that the device's kernels do not have
         raise ModelError(f"{path} cannot run on {device.description}: {error}") from error
     info = ModelInfo(
-        path=path,
-        model_type=str(checkpoint.config["model_type"]),
         context_length=context_length,
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, model.vocab_size),
     )

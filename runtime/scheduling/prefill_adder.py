@@ -104,9 +104,8 @@ class PrefillAdder:
         self._memory = memory
         self._page = page
         self._load = load
-        self._clip = config.clip_max_new_tokens
+        clip = self._clip = config.clip_max_new_tokens
         self.off_current = load.mixed_page_tokens
-        clip = config.clip_max_new_tokens
         outputs = sum([min(r.max_new_tokens - r.launched_tokens, clip) for r in load.running])
         self.off_total: float = load.mixed_rows + load.new_token_ratio * outputs
         # Where a piece of a prompt may end.
@@ -258,9 +257,6 @@ class PrefillAdder:
 
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self._page) * self._page
-
-    def _floor(self, tokens: int) -> int:
-        return tokens // self._page * self._page
 
 
 def _prefill_budgets(

@@ -100,12 +100,6 @@ class RadixCache:
             node = place.node = self._split(node, place.tokens)
         return node
 
-    def match_length(self, namespace: str, key: bytes, max_tokens: int) -> int:
-        """Tokens that `match` would find. Changes nothing."""
-        place = Place()
-        self.tree.seek(place, namespace, key, max_tokens)
-        return place.tokens
-
     def pages(self, node: Node | None, first: int, last: int) -> array[int]:
         """Pages of the tokens from `first` to `last` of the prefix that ends in `node`."""
         return array("i") if node is None else self.tree.pages(node, first, last)

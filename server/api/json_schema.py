@@ -33,11 +33,6 @@ def array(items: Schema, least: int = 0, most: int | None = None) -> Schema:
     return {"type": "array", "items": items, "minItems": least, **bound}
 
 
-def between(low: float, high: float | None = None, kind: str = "number") -> Schema:
-    top = {} if high is None else {"maximum": high}
-    return {"type": kind, "minimum": low, **top}
-
-
 def const(*values: str) -> Schema:
     return {"type": "string", "enum": list(values)}
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # Below this a temperature is greedy: the quotient of two logits would overflow float32.
 GREEDY_TEMPERATURE = 1e-4
-SEED_MASK = 2**63 - 1
 STOPS = Texts(most=16, altogether=stop_strings.MAX_CHARACTERS)
 EXPRESSIONS = Texts(
     most=16,
@@ -112,7 +111,7 @@ class SamplingFields(Body):
             top_p=self.top_p if self.top_p > 0.0 else 1.0,
             top_k=top_k,
             min_p=self.min_p,
-            seed=None if self.seed is None else self.seed & SEED_MASK,
+            seed=self.seed,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,

@@ -194,5 +194,3 @@ SERVING = (
     ),
     *ignored("names nobody to this server; /abort_request goes by request_id", "user"),
 )
-
-UNSERVED = (*SAMPLING, *PROMPT, *ANSWER, *SERVING)

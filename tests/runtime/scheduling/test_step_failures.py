@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.request import Finish, FinishReason, RequestState
+from runtime.scheduling.radix_tree import Place
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.runtime.scheduling.naive_model import rows_of
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request, scripted_token
@@ -180,10 +181,10 @@ class TestTakingBack:
         assert_answers(driver, {"r0": 12, "r3": 12})
         driver.assert_all_free()
         if kind == "text":
-            cached = driver.scheduler.memory.cache.match_length
-            r1 = driver.batches[0].requests[1]
+            r1, cached = driver.batches[0].requests[1], Place()
             key = r1.tokens_to_prefill().tobytes()
-            assert cached("", key, 100) == 20 + len(r1.output_ids) - 1, "what is true of it"
+            driver.scheduler.memory.cache.tree.seek(cached, "", key, 100)
+            assert cached.tokens == 20 + len(r1.output_ids) - 1, "what is true of it"
 
     def test_a_caller_whose_device_is_gone_ends_everything_at_once(self) -> None:
         driver = Driver(config(capacity_tokens=2001, max_running_requests=3))
