@@ -83,8 +83,8 @@ class SamplingParams:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to generate. Made by the engine; from `Scheduler.add` on, the scheduler alone
-    changes it. `n` choices are `n` requests.
+    """One sequence to generate; `n` choices are `n` requests. From `Scheduler.add` on, the
+    scheduler alone changes it.
 
     Args:
         request_id: unique among live requests, never given by a client.
@@ -105,7 +105,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     output_ids: array[int] = field(default_factory=lambda: array("i"))  # committed tokens
     max_new_tokens: int = 0  # resolved at intake
-    row: int = -1  # request-table row, -1 while it has none
+    row: int = -1  # of the block table, -1 while it has none
     pages: array[int] = field(default_factory=lambda: array("i"))  # page of every page index
     length: int = 0  # tokens whose KV has a slot (launched, perhaps not yet committed)
     launched_tokens: int = 0  # output tokens sampled by launched steps, committed or not

@@ -42,7 +42,7 @@ from ops.blocks.dense_mlp import DenseMlp
 from ops.cpu.load import CpuOptions, load_cpu_ops
 from ops.decoder import DecoderModel
 from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
-from runtime.execution.kv_pool import TokenToKVPool
+from runtime.execution.kv_pool import KVPool
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER = 49152, 576, 30, 9, 3, 64, 1536
 PAGE = 16
@@ -241,7 +241,7 @@ def step(b: Bench) -> Iterator[Result]:
         decoder = b.ops.compile(model)
         if decoder is None:
             return  # plain torch runs op by op
-        pool = TokenToKVPool(model, 32768, device=torch.device("cpu"), dtype=torch.bfloat16)
+        pool = KVPool(model, 32768, device=torch.device("cpu"), dtype=torch.bfloat16)
         for name, rows in cases.items():
             batch, positions, slots = paged_batch(rows)
             ids = torch.randint(0, VOCAB, (len(slots),), generator=b.rand)

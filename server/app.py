@@ -66,7 +66,7 @@ def app_runner(service: Service, **options: Any) -> web.AppRunner:
     """What serves the application. options: further ones of aiohttp's runner."""
     return web.AppRunner(
         make_app(service),
-        handler_cancellation=True,  # a client that leaves must free its slots
+        handler_cancellation=True,  # a client that leaves must free its pages
         access_log=None,
         auto_decompress=False,  # incoming.py does, and answers in JSON where it cannot
         **options,

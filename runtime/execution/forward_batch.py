@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from runtime.execution.block_table import BlockTable
-    from runtime.execution.kv_pool import TokenToKVPool
+    from runtime.execution.kv_pool import KVPool
     from runtime.execution.staging import Staging
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
@@ -34,7 +34,7 @@ class StepMemory:
     """
 
     block_table: BlockTable
-    pool: TokenToKVPool
+    pool: KVPool
     next_tokens: Tensor
 
 

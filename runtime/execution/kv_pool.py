@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ops.decoder import DecoderModel
 
 
-class TokenToKVPool:
+class KVPool:
     """What each block keeps of the tokens in every slot.
 
     The first page is reserved: padding reads and writes it, no request owns it.

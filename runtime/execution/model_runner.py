@@ -18,7 +18,7 @@ from runtime.execution.forward_batch import (
     make_replay_batch,
     prompt_token_indices,
 )
-from runtime.execution.kv_pool import TokenToKVPool
+from runtime.execution.kv_pool import KVPool
 from runtime.execution.launchers import Launcher, StreamLauncher, ThreadLauncher
 from runtime.execution.logprobs import LogprobTensors, concatenate, logprobs_of, records
 from runtime.execution.sampler import Sampled, Sampler
@@ -94,7 +94,7 @@ class ModelRunner:
         where = device.torch_device
         self.memory = StepMemory(
             BlockTable(sizes.rows, sizes.context_length, sizes.page_size, where),
-            TokenToKVPool(decoder.model, sizes.total_tokens, device=where, dtype=device.dtype),
+            KVPool(decoder.model, sizes.total_tokens, device=where, dtype=device.dtype),
             torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where),
         )
         self.sampler = Sampler(device, sizes.rows + 1, decoder.model.vocab_size, eos_token_ids)

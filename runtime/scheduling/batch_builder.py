@@ -81,7 +81,7 @@ def _add_decode_rows(batch: ScheduleBatch, running: Sequence[Request], memory: K
 
 
 def _write_tables(batch: ScheduleBatch, memory: KVMemory) -> None:
-    """Entries of the request table that the device does not have yet."""
+    """Entries of the block table that the device does not have yet."""
     for request in memory.stale_tables:
         record = request.scheduling
         first, last = record.synced_pages, len(request.pages)

@@ -22,13 +22,13 @@ class ScheduleBatch:
 
     A decode row is an extend of length 1. Its input token is not here: the step that sampled it
     may not be read yet, so the device gathers it from its next-token buffer at the request's row.
-    KV slots follow from the request table: the token at position p of a row is stored at
+    KV slots follow from the block table: the token at position p of a row is stored at
     table[row][p // page_size] * page_size + p % page_size.
 
     Args:
         step: number of the step, counted from 0.
         num_prefill: the first num_prefill rows are prefill rows, the others decode rows.
-        rows: request-table row.
+        rows: of the block table.
         prefix_lens: position of the first new token = tokens of the row already in the pool.
         extend_lens: new tokens; 1 for decode rows.
         input_ids: the prefill rows' new tokens, concatenated.
@@ -37,7 +37,7 @@ class ScheduleBatch:
         sample_positions: parallel to `sampled`; the number of tokens before the one sampled
             (counter of the random generator).
         output_counts: parallel to `sampled`; output tokens before the one sampled (min_tokens).
-        table_rows, table_indices, table_pages: parallel to one another; entries of the request
+        table_rows, table_indices, table_pages: parallel to one another; entries of the block
             table to write before the step: table[row][page index] = page.
         retry: these rows were in a step that failed; they compute the same again.
         restore: requests of this step whose row a step that failed, or was taken back with it, may

@@ -269,7 +269,7 @@ class Scheduler:
     # Memory for the running rows, and for those of higher priority
 
     def _must_commit_first(self, plan: Plan) -> bool:
-        """Whether rows must be retracted while a step in flight still names their slots and their
+        """Whether rows must be retracted while a step in flight still names their pages and their
         newest tokens are not known."""
         if not self._life.inflight or self._decode_memory.fits():
             return False

@@ -19,7 +19,7 @@ class Reason(Enum):
 
     NONE = ""
     NEXT_PASS = "next_pass"  # arrived since the last pass; nothing has refused it
-    ROWS = "rows"  # every request-table row is taken
+    ROWS = "rows"  # every row of the block table is taken
     KV_TOTAL = "kv_total"  # the forecast of what all admitted will need
     KV_STEP = "kv_step"  # pages free in this step
     INPUT_BUDGET = "input_budget"  # max_prefill_tokens

@@ -1,6 +1,6 @@
 """A runner that computes nothing: tokens come from a script, time from a function.
 
-It answers to `runtime.runner.Runner`, keeps the request table as a device would, and asserts what
+It answers to `runtime.runner.Runner`, keeps the block table as a device would, and asserts what
 the scheduler owes every runner: rows and pages in range, every new position backed by a page, a
 prompt continued where its last chunk ended. With it, the scheduler, the engine and the whole
 server run without torch.

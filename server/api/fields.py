@@ -16,7 +16,7 @@ number (pydantic: strict mode and a validator per field), messages that quote th
 allowed (both: a translation of their error codes), bounds that the model and options set (both: a
 type made anew per server), names that are refused or ignored for a reason and unknown ones that are
 reported but not refused (neither). What would be left of them is the loop in `Body.read`. Options
-are declared in this way too (`runtime.config.option`), so there is one pattern to learn. To be
+are declared in this way too (`runtime.options.option`), so there is one pattern to learn. To be
 reopened when reading bodies shows in a profile.
 """
 

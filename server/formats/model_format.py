@@ -13,7 +13,7 @@ from server.formats.reasoning import ReasoningParser, reasoning_family
 from server.formats.template_traits import TemplateTraits, find_traits
 from server.formats.tool_parser import mistral_call_id
 from server.formats.tools import answer_source, tool_family
-from server.grammars import sources as sources
+from server.grammars import sources
 from server.grammars.compiler import GrammarCompiler, check_length, hugging_face_tokenizer
 from server.grammars.output_rules import source_of
 

@@ -15,7 +15,7 @@ from runtime.errors import ConfigError, InvalidRequest, shown
 from server.formats.json_calls import GraniteParser, HermesParser, Llama3JsonParser, MistralParser
 from server.formats.pythonic_calls import PythonicParser
 from server.formats.tool_parser import ToolCallParser, mistral_call_id, openai_call_id
-from server.grammars import sources as sources
+from server.grammars import sources
 from server.grammars.json_schema import any_json_object, json_schema
 from server.grammars.sources import LarkBuilder, Source, Tag
 

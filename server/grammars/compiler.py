@@ -1,7 +1,7 @@
 """Structured output: grammars compiled off the event loop, and a matcher per request.
 
 Which library: llguidance 1.9 or xgrammar 0.2.9, compared on one core with a 49,152-token byte-level
-BPE and the 105 schemas of tests/server/api/json_schemas.json, 20 random walks through each mask:
+BPE and the 105 schemas of tests/server/grammars/json_schemas.json, 20 random walks each:
 
                                       llguidance    xgrammar
     finished walks that validate      all 1,904     1,622; of 26 schemas some or all were invalid

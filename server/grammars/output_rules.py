@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from runtime.errors import InvalidRequest, shown
-from server.grammars import sources as sources
+from server.grammars import sources
 from server.grammars.grammar_text import context_free, regex
 from server.grammars.json_schema import any_json_object, json_schema
 from server.grammars.sources import LarkBuilder, Source, Tag

@@ -20,7 +20,7 @@ from server.api.grammar_fields import GrammarFields
 from server.api.incoming import read_value
 from server.formats.tools import TOOL_FAMILIES, answer_source, parse_tools, tool_family
 from server.generation.params import ApiLimits
-from server.grammars import sources as sources
+from server.grammars import sources
 from server.grammars.compiler import GrammarCompiler, hugging_face_tokenizer
 from server.grammars.grammar_text import regex
 from server.grammars.json_schema import any_json_object, json_schema
