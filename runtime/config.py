@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from runtime.errors import ConfigError
 from runtime.options import check_options, option
+from runtime.scheduling.policies import BY_NAME
 
-POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn")
+POLICIES = tuple(BY_NAME)
 EVICTION_POLICIES = ("lru", "lfu", "fifo")
 
 # What the chunk size is by default: a time on a CPU, a size on a GPU.

@@ -1,7 +1,7 @@
 """Policies: how the waiting requests of one priority are ordered.
 
 A policy is a name, a key, and whether the key needs to know how much of each request is cached. A
-new one is an object in `BY_NAME`, and its name among `runtime.config.POLICIES`.
+new one is an object in `BY_NAME`; the option and its help follow.
 """
 
 from __future__ import annotations
