@@ -47,6 +47,7 @@ def refusal(capsys, *argv):
 
 # One value inside the bound for every option; where one option needs another, both.
 COMPANIONS = {
+    "max_prefill_tokens": {"page_size": 1},
     "ssl_certfile": {"ssl_keyfile": "key.pem"},
     "ssl_keyfile": {"ssl_certfile": "cert.pem"},
     "truncation_align_size": {"page_size": 1, "max_prefill_tokens": LARGEST_INTEGER},

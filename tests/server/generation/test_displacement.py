@@ -77,12 +77,13 @@ async def test_a_stream_that_has_begun_gets_it_as_an_event():
     async with slow_server() as server:
         body = {"prompt": "both", "max_tokens": 1500, "ignore_eos": True, "n": 2, "stream": True}
         found = Crowd(server)
-        both = await found.post("/v1/completions", body, waiting=1)
-        other = await found.post("/v1/completions", {"prompt": "low", "max_tokens": 1}, waiting=2)
-        body = {"prompt": "high", "max_tokens": 1, "priority": 5, "n": 2, "temperature": 1}
-        newcomer = await found.post("/v1/completions", body, waiting=2)
-        status, _, text = await both
-        assert status == 200
+        async with server.client.post(server.url + "/v1/completions", json=body) as both:
+            assert both.status == 200
+            low = {"prompt": "low", "max_tokens": 1}
+            other = await found.post("/v1/completions", low, waiting=2)
+            body = {"prompt": "high", "max_tokens": 1, "priority": 5, "n": 2, "temperature": 1}
+            newcomer = await found.post("/v1/completions", body, waiting=2)
+            text = await both.text()
         last = json.loads(text.removesuffix("\n\n").rpartition("data: ")[2])
         assert last["error"]["code"] == "overloaded"
         assert "[DONE]" not in text
