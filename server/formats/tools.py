@@ -301,7 +301,7 @@ def _keyword_arguments(schema: dict[str, Any], param: str) -> Source:
     """key=value, ... in the order of the schema's properties, required ones always there."""
     properties = schema.get("properties")
     required = schema.get("required")
-    needed = set(required) if isinstance(required, list) else set()
+    needed = required if isinstance(required, list) else []
     shared = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "$schema")}
     build = LarkBuilder({})
     items = list(properties.items()) if isinstance(properties, dict) else []

@@ -61,7 +61,7 @@ def checked_schema(schema: Any, param: str) -> dict[str, Any]:
     """The schema as the grammar library may have it. Raises: InvalidRequest: see `json_schema`."""
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = json.loads(schema, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param}: the schema is not JSON: {error}", param=param) from None
     if schema is True:
@@ -73,6 +73,10 @@ def checked_schema(schema: Any, param: str) -> dict[str, Any]:
     found = _Check(schema, param).schema(schema, 0)
     assert isinstance(found, dict)
     return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _check_nesting(schema: dict[str, Any], param: str) -> None:

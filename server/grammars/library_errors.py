@@ -19,6 +19,7 @@ _MEANINGS = (
         "branches of oneOf that may hold at once cannot be enforced; anyOf takes them",
     ),
     ("Unsatisfiable schema: anyOf is empty", "no text satisfies an empty list of alternatives"),
+    ("number out of range", "a number in it is out of range"),
     ("schema too large", "the schema is too large to be enforced"),
     ("fuel exhausted", "it is too ambiguous to be enforced"),
     ("items; max is", "the output has become too ambiguous under it"),

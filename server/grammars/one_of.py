@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 from server.grammars.nesting import target_of
@@ -107,7 +106,7 @@ def _constant(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return f"{'null' if value is None else 'boolean'}:{value}"
     if isinstance(value, int | float):
-        whole = math.isfinite(value) and value == int(value)
+        whole = isinstance(value, int) or value.is_integer()
         return f"number:{int(value) if whole else value}"
     kind = "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
     return f"{kind}:{json.dumps(value, sort_keys=True)}"

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from runtime.errors import shown
+
 _EXACT = 2**53 - 1  # up to here every integer is a float64, and so is its successor
 _LARGEST = 2**63 - 1
 _SMALLEST = -(2**63 - 1024)  # the smallest float64 that the library negates without overflow
@@ -37,7 +39,9 @@ def fit_bounds(schema: dict[str, Any]) -> None:
             raise ValueError(f"{key} must be a number")
     multiple = schema.get("multipleOf")
     if isinstance(multiple, int | float) and multiple > _MAX_MULTIPLE:
-        raise ValueError(f"multipleOf {multiple} cannot be enforced; at most {_MAX_MULTIPLE} can")
+        raise ValueError(
+            f"multipleOf {shown(multiple)} cannot be enforced; at most {_MAX_MULTIPLE} can"
+        )
     if not all(map(_is_number, given.values())):
         return  # the library says what is wrong
     types = schema.get("type")
@@ -48,7 +52,7 @@ def fit_bounds(schema: dict[str, Any]) -> None:
         for key, value in given.items():
             inward = -_down(-value) if key in _LOW else _down(value)
             if not math.isfinite(inward):
-                raise ValueError(f"{key} {value} cannot be enforced")
+                raise ValueError(f"{key} {shown(value)} cannot be enforced")
             schema[key] = inward
 
 
@@ -63,11 +67,13 @@ def _fit_integers(schema: dict[str, Any], given: dict[str, Any]) -> None:
         else:
             high = min(high, math.ceil(value) - 1 if exclusive else math.floor(value))
         del schema[key]
-    # The largest is kept as it is, others as the next float64 inwards.
-    inward = _LARGEST if high == _LARGEST else _float_at_most(high)
-    schema["minimum"], schema["maximum"] = -_float_at_most(-low), inward
-    if schema["minimum"] > schema["maximum"]:
-        told = ", ".join(f"{key} {value}" for key, value in given.items())
+    if low <= high:
+        # The largest is kept as it is, others as the next float64 inwards.
+        high = _LARGEST if high == _LARGEST else _float_at_most(high)
+        low = -_float_at_most(-low)
+        schema["minimum"], schema["maximum"] = low, high
+    if low > high:
+        told = ", ".join(f"{key} {shown(value)}" for key, value in given.items())
         raise ValueError(f"no integer that can be enforced lies within {told}")
 
 
@@ -102,7 +108,9 @@ def fit_counts(schema: dict[str, Any]) -> None:
         if _is_number(schema.get(high)) and schema[high] > _MAX_COUNT:
             del schema[high]
         if _is_number(schema.get(low)) and schema[low] > _MAX_COUNT:
-            raise ValueError(f"{low} {schema[low]} cannot be enforced; at most {_MAX_COUNT} can")
+            raise ValueError(
+                f"{low} {shown(schema[low])} cannot be enforced; at most {_MAX_COUNT} can"
+            )
     _check_min_properties(schema)
 
 
@@ -112,7 +120,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
     known = len(required) if isinstance(required, list) else 0
     if isinstance(least, int) and least > known + 1:
         raise ValueError(
-            f"minProperties {least} with {known} required properties cannot be enforced;"
+            f"minProperties {shown(least)} with {known} required properties cannot be enforced;"
             f" at most one more than the required ones ({known + 1}) can"
         )
 
@@ -127,7 +135,9 @@ def check_constant(value: Any) -> None:
         elif isinstance(value, list):
             pending += value
         elif _is_number(value) and not (abs(value) <= _EXACT or _is_kept(value)):
-            raise ValueError(f"the constant {value} cannot be enforced: it is no exact float64")
+            raise ValueError(
+                f"the constant {shown(value)} cannot be enforced: it is no exact float64"
+            )
 
 
 def _is_kept(value: float) -> bool:

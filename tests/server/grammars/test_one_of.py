@@ -63,6 +63,15 @@ def test_branches_that_exclude_each_other_are_served(branches, yes, no):
     assert not any(takes(matcher, text) for text in no)
 
 
+def test_constants_of_any_size_are_told_apart():
+    branches = [{"const": 10**400}, {"const": float("inf")}, {"const": 1}, {"const": 1.5}]
+    assert Definitions({}).disjoint(branches)
+    assert not Definitions({}).disjoint([{"const": 1}, {"const": 1.0}])
+    assert Definitions({}).disjoint(
+        [{"const": 1}, {"const": True}, {"const": "1"}, {"const": None}]
+    )
+
+
 def test_one_of_beside_any_of_holds_both():
     schema = {
         "oneOf": [{"type": "integer"}, ref("Place")],
