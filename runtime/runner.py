@@ -136,6 +136,8 @@ class Runner(Protocol):
     def probe(self) -> None:
         """Blocks until the device has shown that it still computes. No step is in flight.
 
+        After a step that failed, steps behind it fail without being run until this is called.
+
         Raises: Exception: it does not, and never will again.
         """
         ...

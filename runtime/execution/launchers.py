@@ -38,7 +38,16 @@ class StepWork(Protocol):
 
 
 class Launcher(Protocol):
-    """Runs steps in the order of their launch."""
+    """Runs steps in the order of their launch.
+
+    Once one has failed, those behind it fail too, without being run: they would compute with block
+    table entries and tokens that the failed one was to write, and so write into others' pages.
+
+    Attributes:
+        failed: a step has. Set to False to have steps run again, when none is on its way.
+    """
+
+    failed: bool
 
     def launch(self, work: StepWork) -> LaunchedStep: ...
 
@@ -50,6 +59,7 @@ class Launcher(Protocol):
 
 
 _CLOSED = "the runner was closed before the step could sample"
+_BEHIND = "a step before it has failed"
 
 
 class ThreadLauncher:
@@ -58,6 +68,7 @@ class ThreadLauncher:
     def __init__(self) -> None:
         self._steps: queue.SimpleQueue[tuple[StepWork, LaunchedStep] | None] = queue.SimpleQueue()
         self._may_sample: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.failed = False
         self._thread = threading.Thread(target=self._work, name="model-runner", daemon=True)
         self._thread.start()
 
@@ -83,11 +94,14 @@ class ThreadLauncher:
                 try:
                     step.end(self._run(work, step))
                 except BaseException as error:  # whatever it is belongs to the step's waiter
+                    self.failed = True
                     step.end(error)
                 del launched, work, step  # its tensors are not needed while waiting for the next
 
     def _run(self, work: StepWork, step: LaunchedStep) -> StepOutput:
         try:
+            if self.failed:
+                raise RuntimeError(_BEHIND)
             work.forward()
         finally:
             # Steps may sample in launch order, so this one's leave comes first; it is taken also
@@ -106,6 +120,7 @@ class StreamLauncher:
         self._device = device
         self._stream = device.stream()
         self._unsampled: list[LaunchedStep] = []
+        self.failed = False
         self._sampled: queue.SimpleQueue[tuple[StepWork, LaunchedStep] | None] = queue.SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, name="model-waiter", daemon=True)
         self._waiter.start()
@@ -138,8 +153,11 @@ class StreamLauncher:
     def _queue(self, step: LaunchedStep, work: Callable[[], None]) -> bool:
         """Queues work of a step; where that raises, the step has failed."""
         try:
+            if self.failed:
+                raise RuntimeError(_BEHIND)
             self.call(work)
         except Exception as error:
+            self.failed = True
             step.end(error)
             return False
         return True
@@ -150,6 +168,7 @@ class StreamLauncher:
             try:
                 output = work.output()  # blocks on the step's fence
             except Exception as error:
+                self.failed = True
                 step.end(error)
             else:
                 step.end(output)

@@ -114,11 +114,18 @@ class ModelRunner:
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
         """Starts a step and returns at once."""
-        return self._launcher.launch(ModelStep(self, batch))
+        try:
+            work = ModelStep(self, batch)
+        except Exception:
+            self._launcher.failed = True
+            raise
+        return self._launcher.launch(work)
 
     def probe(self) -> None:
-        """Blocks until the device has shown that it computes. Raises what it raises."""
+        """Blocks until the device has shown that it computes; then steps are run again after one
+        that failed. Raises what it raises."""
         self.device.probe()
+        self._launcher.failed = False
 
     def close(self) -> None:
         """Waits for launched steps. Idempotent."""

@@ -97,12 +97,12 @@ def run(
             raise AssertionError(f"nothing to launch and nothing in flight: {plan.reason}")
         if inflight is not None:
             lost = fails(inflight[0])
-            if not _finish(result, scheduler, inflight, launched, now, lost=lost):
+            if not _finish(result, scheduler, runner, inflight, launched, now, lost=lost):
                 launched = None
         if launched is not None:
             launched[1].sample(masks(launched[0]))
             if not overlap:
-                _finish(result, scheduler, launched, None, now)
+                _finish(result, scheduler, runner, launched, None, now)
                 launched = None
         inflight = launched
         if check:
@@ -113,6 +113,7 @@ def run(
 def _finish(
     result: Run,
     scheduler: Scheduler,
+    runner: Runner,
     flight: tuple[ScheduleBatch, LaunchedStep],
     later: tuple[ScheduleBatch, LaunchedStep] | None,
     now: float,
@@ -132,6 +133,7 @@ def _finish(
             later[1].sample(None)
             with contextlib.suppress(RuntimeError):
                 later[1].result()
+        runner.probe()
         _take(result, scheduler.fail(batch, "the step failed", now))
         return False
     _take(result, scheduler.commit(batch, output, now))

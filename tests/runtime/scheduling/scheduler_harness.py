@@ -174,16 +174,6 @@ class FakeDevice:
             for row, index, before in trace.table if not tables else ():
                 self.table[row][index] = before
 
-    def run_on_rubbish(self, batch: ScheduleBatch) -> None:
-        """Runs a step behind one that was never launched: nothing that comes of it is right."""
-        trace = self._traces[batch.step] = _Trace()
-        self._write_table(batch, trace)
-        for b, row in enumerate(batch.rows):
-            end = batch.prefix_lens[b] + batch.extend_lens[b]
-            indices = range(batch.prefix_lens[b] // self.page_size, -(-end // self.page_size))
-            if all(index in self.table[row] for index in indices):
-                trace.written.append([self._slot(row, p) for p in range(batch.prefix_lens[b], end)])
-
     def give_no_number(
         self, batch: ScheduleBatch, b: int, later: Sequence[ScheduleBatch]
     ) -> set[str]:
@@ -197,7 +187,7 @@ class FakeDevice:
         self.slots.update(dict.fromkeys(bad, 0))
         spoilt = set()
         for other in later:
-            trace = self._traces.get(other.step, _Trace())  # none where it was never launched
+            trace = self._traces.get(other.step, _Trace())  # none where it was never run
             for row, made in enumerate(other.requests[: len(trace.read)]):
                 if not all(self.slots[slot] for slot in trace.read[row]):
                     spoilt.add(made.request_id)
@@ -278,9 +268,8 @@ class Driver:
         if batch is not None:
             self.batches.append(batch)
             output = None
-            if self.in_flight and self.in_flight[-1][1] is None:
-                self.device.run_on_rubbish(batch)
-            elif launches:
+            behind_a_failed = bool(self.in_flight) and self.in_flight[-1][1] is None
+            if launches and not behind_a_failed:
                 output = self.device.run(batch)
             self.in_flight.append((batch, output))
         self.verify()
