@@ -253,14 +253,28 @@ class Lifecycle:
             self._take_back_table(flight.batch, holders)
             self._take_back_rows(flight)
             if flight is not flights[0]:
-                for item in flight.prefills:
-                    if item.match is not None and not flight.gave_up(item.request):
-                        self._unadmit(item, now)
+                self._let_go(flight, now)
         self.inflight.clear()
         for flight in flights:
             self.memory.step_done(flight.batch.step)
             self.committed(flight, now)
         return flights
+
+    def _let_go(self, flight: InFlight, now: float) -> None:
+        """Whom a later step admitted has computed nothing, and leaves the cache before what the
+        steps before it put there is taken out: also who has ended since, or is to return."""
+        for item in flight.prefills:
+            request = item.request
+            if item.match is None:
+                continue
+            if request in flight.leaving:
+                flight.leaving.remove(request)
+                self.memory.release(request, 0)
+            elif request in flight.returning:
+                flight.returning.remove(request)
+                self._return(request, 0, now)
+            else:
+                self._unadmit(item, now)
 
     def _take_back_table(self, batch: ScheduleBatch, holders: dict[int, Request]) -> None:
         """The entries that rode in a step are sent again, also those of requests not in it."""

@@ -327,3 +327,47 @@ def test_random_lives_break_no_rule() -> None:
         ),
     )
     assert SchedulerMachine.steps >= STEPS
+
+
+def test_an_ended_request_lets_go_of_what_a_failed_step_put_into_the_cache() -> None:
+    """Found by random lives: r3 starts from what step 0 is to write, and ends; then step 0 fails."""
+    state = SchedulerMachine()
+    made = SchedulerConfig(
+        page_size=64,
+        max_running_requests=4,
+        chunked_prefill_size=128,
+        max_prefill_tokens=512,
+        max_prefill_requests=2,
+        truncation_align_size=128,
+        disable_mixed_chunk=True,
+        schedule_policy="hrrn",
+        enable_prefill_delayer=True,
+        delayer_max_passes=2,
+        disable_priority_preemption=True,
+        eviction_policy="lfu",
+        max_queue_skip_ms=0.0,
+        schedule_conservativeness=0.0,
+        clip_max_new_tokens=4,
+        max_queued_requests=4,
+        priority_preemption_threshold=5,
+        capacity_tokens=389,
+        context_length=5000,
+        eos_token_ids=frozenset({EOS}),
+    )
+    state.start(made=made, guilty=0, overlap=True)
+    state.pass_time(seconds=0.02)
+    state.plan_and_fail_to_launch()
+    state.plan_and_fail_to_launch()
+    state.add(count=7, extra="deadline", family=0, seed=1865)
+    state.plan_and_fail_to_launch()
+    state.end_one(kind="finish", pick=308)
+    state.add(count=7, extra="", family=2, seed=0)
+    state.end_one(kind="abort", pick=128)
+    state.plan_and_fail_to_launch()
+    assert len(state.driver.in_flight) == 2
+    state.end_one(kind="abort", pick=121)
+    state.end_one(kind="finish", pick=82)
+    state.plan_and_fail_to_launch()
+    state.fail_step(tables=True)
+    assert state.scheduler.statistics().protected_tokens == 0
+    state.teardown()
