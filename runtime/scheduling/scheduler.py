@@ -319,9 +319,9 @@ class Scheduler:
         for news in ended:
             assert news.finish is not None
             self._life.end(news.request, news.finish)
+        self._life.committed(flight, now)
         if output.failed:
             self._life.restart_lost(now)
-        self._life.committed(flight, now)
         return outputs
 
     def _drop_failed(self, batch: ScheduleBatch, output: StepOutput) -> None:

@@ -192,6 +192,54 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A row of the oldest step in flight gives no token."""
         self.settle(pick)
 
+    @rule(tables=st.booleans())
+    def fail_between_two_pieces(self, tables: bool) -> None:
+        """A step fails that computes a piece of a prompt, the next piece being in flight."""
+        for _ in range(8):
+            flights = [batch.requests[: batch.num_prefill] for batch, _ in self.driver.in_flight]
+            if len(flights) == 2 and set(flights[0]).intersection(flights[1]):
+                self.fail_step(tables)
+                return
+            if len(flights) == 2 or not self.plan():
+                self.settle_if_any()
+
+    @rule(seed=st.integers(0, 1000))
+    def build_on_a_prompt_without_number(self, seed: int) -> None:
+        """A prompt gives no number after another has started from it."""
+        for _ in range(8):
+            if self.driver.in_flight:
+                batch, output = self.driver.in_flight[-1]
+                places = [i for i, b in enumerate(batch.sampled) if b < batch.num_prefill]
+                if places and output is not None and not self.driver.guilty(batch):
+                    break
+            if len(self.driver.in_flight) == 2 or not self.plan():
+                self.settle_if_any()
+        else:
+            return
+        while len(self.driver.in_flight) > 1:
+            self.settle()
+            if not self.driver.in_flight:
+                return
+        first = batch.requests[batch.sampled[places[seed % len(places)]]]
+        made = request(
+            f"r{self.count}",
+            [*first.input_ids, *range(900_000 + seed, 900_000 + seed + 3)],
+            5,
+            arrival_s=self.driver.now,
+            priority=10,
+            namespace=first.namespace,
+        )
+        self.count += 1
+        with suppress(ContextTooLong, QueueFull):
+            self.driver.add(made)
+            self.model.added(made)
+        self.plan()
+        self.settle(places[seed % len(places)])
+
+    def settle_if_any(self) -> None:
+        if self.driver.in_flight:
+            self.settle()
+
     @precondition(lambda self: self.model.lives)
     @rule(pick=st.integers(0, 1000), kind=st.sampled_from(["abort", "abort", "finish"]))
     def end_one(self, pick: int, kind: str) -> None:

@@ -317,6 +317,23 @@ class TestRowsWithoutNumbers:
         assert_answers(driver, {"z": 5})
         driver.assert_all_free()
 
+    def test_it_starts_anew_once_though_another_row_fails_as_it_returns(self) -> None:
+        driver = Driver(config(capacity_tokens=2001))
+        prefix = list(range(100, 160))
+        driver.add(request("other", 5, 9))
+        driver.step()
+        driver.add(request("x", prefix, 5))
+        driver.step()
+        driver.add(request("z", [*prefix, 1, 2], 5))
+        assert names(driver.plan().batch) == ["z", "other", "x"]
+        driver.commit(failed=[0])
+        driver.commit(failed=[1])
+        assert (driver.reason("x"), driver.reason("other")) == ("error", "error")
+        driver.run()
+        assert driver.ended["z"].request.retractions == 1
+        assert_answers(driver, {"z": 5})
+        driver.assert_all_free()
+
     def test_a_decoding_row_that_gave_no_number_leaves_its_prompt(self) -> None:
         driver = Driver(config(capacity_tokens=2001), overlap=False)
         prompt = list(range(100, 160))
