@@ -55,6 +55,12 @@ MAX_CHARACTERS = 150_000
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
+# What a grammar leaves no choice of is not sought ahead: the library does so without an end where
+# there is none (/a+/ /a+/, whose second part is never reached), and for seconds in long constants.
+# Masks cost the same without (12 us, on the schemas of tests/server/grammars/json_schemas.json).
+_OPTIONS = '%llguidance {"no_forcing": true}'
+
+
 def check_length(characters: int, param: str) -> None:
     """Raises: InvalidRequest: a grammar of so many characters takes too long to compile."""
     if characters > MAX_CHARACTERS:
@@ -345,7 +351,8 @@ class GrammarCompiler:
 
 def _compile(tokenizer: LLTokenizer, source: Source, words: int) -> LLMatcher:
     """Raises ValueError where the source is wrong or no first token can satisfy it."""
-    text = json.dumps({"grammars": source})
+    whole = {"name": "whole", "lark_grammar": f"{_OPTIONS}\nstart: @{source[0]['name']}"}
+    text = json.dumps({"grammars": [whole, *source]})
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     bits = np.zeros(words, dtype=np.int32)
     if not matcher.is_error():

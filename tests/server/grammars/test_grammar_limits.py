@@ -71,6 +71,26 @@ async def test_what_takes_long_to_look_through_is_looked_through_once(fields):
         assert status == 400, body
 
 
+# The library sought ahead for ever, at the first token or behind the "x", and took all memory.
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        ({"guided_grammar": "start: /a+/ /a+/"}, "a"),
+        ({"guided_grammar": 'start: "x" (/a+/ /a+/) | "x"~2'}, "x"),
+        ({"guided_regex": "(a{2000}){2000}"}, "aaaa"),
+        ({"guided_json": {"type": "string", "pattern": "^a{1000000}$"}}, '"aaa'),
+        ({"guided_choice": ["a" * 100_000]}, "aaaa"),
+    ],
+    ids=["never-reached", "later", "repeated", "pattern", "choice"],
+)
+async def test_what_leaves_no_choice_is_not_sought_ahead(fields, begins):
+    async with asyncio.timeout(20), fake_server() as server:
+        body = {"prompt": "x", "max_tokens": 8, "ignore_eos": True, **fields}
+        status, found = await server.post("/v1/completions", body)
+        assert status == 200, found
+        assert found["choices"][0]["text"].startswith(begins)
+
+
 async def test_a_grammar_that_is_too_long_is_not_looked_at():
     async with fake_server() as server:
         for value in ("x" * 200_000, {"enum": ["x" * 200_000]}):
