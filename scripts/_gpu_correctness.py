@@ -10,6 +10,7 @@ import torch
 
 from ops import reference
 from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
+from runtime.execution.cuda_graph_runner import CudaGraphRunner
 from runtime.request import SamplingParams
 from scripts._gpu_engine import Outcome, make_request, run_requests, scheduler_for
 from tests.ops.gpu.paged import paged_problem, relative_error
@@ -59,7 +60,7 @@ def check_attention(device: Device, *, tiny: bool) -> Iterator[Check]:
     """Extend and decode attention against the reference, NaN wherever nothing may be read."""
     rows = [(9, 20), (40, 1)] if tiny else [(700, 300), (0, 129), (2500, 1), (15, 2)]
     for head_dim, group, page_size, feature, options in ATTENTION_CASES:
-        shape = {"head_dim": head_dim, "group": group, "page_size": page_size}
+        shape: dict[str, Any] = {"head_dim": head_dim, "group": group, "page_size": page_size}
         for name, lengths in (
             ("extend_attention", rows),
             ("decode_attention", [(prefix + new - 1, 1) for prefix, new in rows]),
@@ -78,13 +79,13 @@ def check_large_offsets(device: Device) -> Check:
     needed = 3 * slots * head_dim * device.dtype.itemsize
     if device.memory_budget_bytes is None or device.memory_budget_bytes < needed:
         return Check(name, None, f"needs {needed:,} bytes of device memory")
-    where = {"device": device.torch_device, "dtype": device.dtype}
+    where: dict[str, Any] = {"device": device.torch_device, "dtype": device.dtype}
     k_pool, v_pool = (torch.zeros(slots, 1, head_dim, **where) for _ in range(2))
     count = 40
     k, v, q = (torch.randn(count, 1, head_dim, **where) for _ in range(3))
     last = torch.arange(slots - count, slots, device=device.torch_device)
     device.ops.store_kv(k, v, k_pool, v_pool, last)
-    ints = {"device": device.torch_device, "dtype": torch.int32}
+    ints: dict[str, Any] = {"device": device.torch_device, "dtype": torch.int32}
     batch = AttentionBatch(
         block_table=last.int()[None],
         rows=torch.zeros(1, **ints),
@@ -105,7 +106,8 @@ def check_large_offsets(device: Device) -> Check:
 
 def check_elementwise(device: Device) -> Iterator[Check]:
     """Norms, rotary and activations against the reference on the same device."""
-    ops, where = device.ops, {"device": device.torch_device, "dtype": device.dtype}
+    ops = device.ops
+    where: dict[str, Any] = {"device": device.torch_device, "dtype": device.dtype}
     x, residual = torch.randn(33, 1024, **where), torch.randn(33, 1024, **where)
     weight, qkv = torch.randn(1024, **where), torch.randn(33, 12, 128, **where)
     pairs = {
@@ -148,7 +150,7 @@ def check_sampling(device: Device, *, tiny: bool) -> Iterator[Check]:
         "top-k, top-p, min-p": (0.8, 20, 0.95, 0.05, 0.02),
     }
     for name, (temperature, top_k, top_p, min_p, allowed) in settings.items():
-        full = {"device": device.torch_device}
+        full: dict[str, Any] = {"device": device.torch_device}
         s = SamplingTensors(
             temperature=torch.full((rows,), temperature, **full),
             top_k=torch.full((rows,), top_k, dtype=torch.int32, **full),
@@ -191,7 +193,7 @@ def check_graphs(runner: ModelRunner) -> Iterator[Check]:
     where = runner.device.torch_device
     graphs, bound = runner.graphs, runner.sizes.context_length
     keys = runner.memory.pool.tensors()[0]
-    assert graphs is not None
+    assert isinstance(graphs, CudaGraphRunner)
     for count in (1, 3, runner.sizes.rows - 1):
         kv_lens = [17 + 5 * i for i in range(count)]
         rows = fill_decode_rows(runner, kv_lens)

@@ -106,13 +106,13 @@ class RandomReader:
     """Random tensors in place of a checkpoint's, of which a model's activations have a variance
     near 1 and its logits a deviation near 3."""
 
-    quantization = None
+    quantization: str | None = None
 
     def __init__(self, ops: OpSet, where: torch.device, dtype: torch.dtype, context: int) -> None:
         self.ops = ops
         self.context_length = context
         self.elements = 0  # of all matrices
-        self._where = {"device": where, "dtype": dtype}
+        self._where: dict[str, Any] = {"device": where, "dtype": dtype}
         self._generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)
         self._shared: dict[int, Tensor] = {}
 

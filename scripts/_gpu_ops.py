@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,7 +55,8 @@ def _ops(
     device: Device, rows: int, hidden: int, vocab: int, kv_len: int
 ) -> Iterator[tuple[str, Callable[[], Tensor], int]]:
     """(name, call, bytes that it must move)."""
-    ops, where = device.ops, {"device": device.torch_device, "dtype": device.dtype}
+    ops = device.ops
+    where: dict[str, Any] = {"device": device.torch_device, "dtype": device.dtype}
     size = device.dtype.itemsize
     x, residual = torch.randn(rows, hidden, **where), torch.zeros(rows, hidden, **where)
     weight, gate_up = torch.ones(hidden, **where), torch.randn(rows, 2 * hidden, **where)
@@ -87,7 +89,7 @@ def _ops(
         ("top-k and top-p", 0.7, True),
     ):
         s = _sampling(device, rows, temperature=temperature, filtered=filtered)
-        yield f"sample {name}", lambda s=s: ops.sample(logits, s), logits.nbytes
+        yield f"sample {name}", partial(ops.sample, logits, s), logits.nbytes
 
 
 def single_ops(device: Device, limits: Limits, *, tiny: bool) -> list[dict[str, float | str]]:

@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ def seconds_of(device: Device, call: Callable[[], object], *, repeats: int) -> f
 
 def measure_limits(device: Device, *, tiny: bool) -> Limits:
     """Copy bandwidth over a tensor beyond any cache; a square product of the model's type."""
-    where = {"device": device.torch_device, "dtype": device.dtype}
+    where: dict[str, Any] = {"device": device.torch_device, "dtype": device.dtype}
     size, side = (1 << 20, 128) if tiny else (1 << 30, 8192)
     source, target = torch.zeros(size, **where), torch.empty(size, **where)
     copy = seconds_of(device, lambda: target.copy_(source), repeats=10)
@@ -119,14 +119,14 @@ def extend_attention_rates(
     """TFLOP/s of extend attention over pages of 16 in random order, beside torch's flash kernel on
     the same keys gathered beforehand (the gather is not counted)."""
     results: list[dict[str, float | None]] = []
-    where = {"device": device.torch_device, "dtype": device.dtype}
+    where: dict[str, Any] = {"device": device.torch_device, "dtype": device.dtype}
     for prefix in prefixes:
         kv_len = prefix + new
         pages = -(-kv_len // 16)
         order = torch.randperm(pages, device=device.torch_device)
         k_pool, v_pool = (torch.randn(pages * 16, kv_heads, head_dim, **where) for _ in range(2))
         q = torch.randn(new, heads, head_dim, **where)
-        ints = {"device": device.torch_device, "dtype": torch.int32}
+        ints: dict[str, Any] = {"device": device.torch_device, "dtype": torch.int32}
         batch = AttentionBatch(
             block_table=order.int()[None],
             rows=torch.zeros(1, **ints),
@@ -140,9 +140,7 @@ def extend_attention_rates(
         flops = 4 * heads * head_dim * (new * prefix + new * (new + 1) / 2)
         ours = seconds_of(
             device,
-            lambda q=q, k=k_pool, v=v_pool, b=batch, s=spec: device.ops.extend_attention(
-                q, k, v, b, s
-            ),
+            partial(device.ops.extend_attention, q, k_pool, v_pool, batch, spec),
             repeats=10,
         )
         slots = (order[:, None] * 16 + torch.arange(16, device=device.torch_device)).flatten()

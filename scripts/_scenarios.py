@@ -10,10 +10,11 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from _client import Answer, closed_loop, random_words, spread_ms, summarize
-from _floors import Floors
+from scripts._client import Answer, closed_loop, random_words, spread_ms, summarize
+from scripts._floors import Floors
 
 Ask = Callable[..., Awaitable[Answer]]
 Figures = dict[str, Any]
@@ -37,7 +38,7 @@ def ratio(value: float | None, floor: float) -> float | None:
 
 async def single(ask_: Ask, rng: random.Random, floors: Floors) -> Figures:
     prompts = [random_words(rng, 128) for _ in range(6)]
-    figures = await measured(closed_loop([lambda p=p: ask_(p, 128) for p in prompts], 1))
+    figures = await measured(closed_loop([partial(ask_, p, 128) for p in prompts], 1))
     tpot, ttft = figures["tpot_ms"], figures["ttft_ms"]
     return figures | {
         "floor_ratios": {
@@ -50,7 +51,7 @@ async def single(ask_: Ask, rng: random.Random, floors: Floors) -> Figures:
 async def batch(ask_: Ask, rng: random.Random, floors: Floors) -> Figures:
     lengths = [rng.randint(64, 256) for _ in range(64)]
     prompts = [random_words(rng, length) for length in lengths]
-    figures = await measured(closed_loop([lambda p=p: ask_(p, 64) for p in prompts], 16))
+    figures = await measured(closed_loop([partial(ask_, p, 64) for p in prompts], 16))
     floor = sum(map(floors.prefill, lengths)) + 64 * 64 / 16 * floors.decode_step(16)
     return figures | {"floor_ratios": {"wall": ratio(figures["wall_s"], floor)}}
 
@@ -104,7 +105,7 @@ async def interfere(ask_: Ask, rng: random.Random, floors: Floors) -> Figures:
         "gap_during_ms": spread_ms(during),
         "long_ttft_ms": ttft,
         "tokens_during": len(during),
-        "floor_ratios": {"long_ttft_max": ratio(ttft and ttft["max"], floor)},
+        "floor_ratios": {"long_ttft_max": ratio(ttft["max"] if ttft else None, floor)},
     }
 
 
@@ -112,7 +113,7 @@ async def shared_prefix(ask_: Ask, rng: random.Random, floors: Floors) -> Figure
     prefix = random_words(rng, 1024)
     prompts = [f"{prefix} {random_words(rng, 32)}" for _ in range(32)]
     answers: list[Answer] = []
-    work = closed_loop([lambda p=p: ask_(p, 16) for p in prompts], 8)
+    work = closed_loop([partial(ask_, p, 16) for p in prompts], 8)
     figures = await measured(work, answers)
     good = [answer for answer in answers if answer.ok]
     floor = floors.prefill(1024) + 32 * floors.prefill(32, 1024) + 64 * floors.decode_step(8)
@@ -125,7 +126,7 @@ async def shared_prefix(ask_: Ask, rng: random.Random, floors: Floors) -> Figure
 
 async def overload(ask_: Ask, rng: random.Random, floors: Floors) -> Figures:
     prompts = [random_words(rng, 32) for _ in range(200)]
-    figures = await measured(closed_loop([lambda p=p: ask_(p, 16) for p in prompts], 200))
+    figures = await measured(closed_loop([partial(ask_, p, 16) for p in prompts], 200))
     floor = 200 * floors.prefill(32) + 16 * floors.decode_step(200)
     return figures | {"floor_ratios": {"wall": ratio(figures["wall_s"], floor)}}
 

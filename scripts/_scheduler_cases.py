@@ -171,7 +171,7 @@ def filled_cache(leaves: int, tokens: int, policy: str) -> tuple[PageAllocator, 
     cache = RadixCache(allocator, policy)
     for i in range(leaves):
         key = array("i", [i] * tokens).tobytes()
-        cache.insert("", key, allocator.allocate_pages(tokens // size), 0)
+        cache.insert("", key, allocator.allocate_pages(tokens // size))
     return allocator, cache
 
 

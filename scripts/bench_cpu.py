@@ -41,15 +41,25 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _client import Answer, Target, ask, closed_loop, first_model, open_session, random_words
-from _floors import Floors, Machine, ModelSize, measure_machine
-from _scenarios import SCENARIOS
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts._client import (
+    Answer,
+    Target,
+    ask,
+    closed_loop,
+    first_model,
+    open_session,
+    random_words,
+)
+from scripts._floors import Floors, Machine, ModelSize, measure_machine
+from scripts._scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parent.parent
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -95,9 +105,7 @@ async def run_scenarios(
             return await ask(session, target, prompt, max_tokens, **more)
 
         rng = random.Random(f"warm-up/{seed}")
-        await closed_loop(
-            [lambda n=n: ask_(random_words(rng, n), 8) for n in (16, 64, 200, 300)], 2
-        )
+        await closed_loop([partial(ask_, random_words(rng, n), 8) for n in (16, 64, 200, 300)], 2)
         for key in keys:
             name, scenario = SCENARIOS[key]
             results[key] = await scenario(ask_, random.Random(f"{key}/{seed}"), floors)
@@ -170,10 +178,10 @@ def run_once(options: argparse.Namespace, seed: int, floors: Floors) -> dict[str
 
 
 def figure(run: dict[str, Any], key: str, path: str) -> float | None:
-    value = run["results"].get(key)
+    value: Any = run["results"].get(key)
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    return value
+    return value if isinstance(value, float | int) else None
 
 
 def table(runs: list[dict[str, Any]]) -> str:

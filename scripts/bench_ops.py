@@ -34,7 +34,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from _floors import Machine, measure_machine
 
 from ops.blocks.attention import Attention
 from ops.blocks.block import Block, DecoderStep, Norm
@@ -43,6 +42,7 @@ from ops.cpu.load import CpuOptions, load_cpu_ops
 from ops.decoder import DecoderModel
 from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
 from runtime.execution.kv_pool import KVPool
+from scripts._floors import Machine, measure_machine
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER = 49152, 576, 30, 9, 3, 64, 1536
 PAGE = 16
@@ -218,8 +218,9 @@ def build_model(b: Bench, quantization: str | None) -> DecoderModel:
             b.ops.pack_linear(b.randn(n, k) * k**-0.5, quantization=quantization)
             for n, k in LINEARS
         )
-        heads = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
-        attention = Attention(**heads, qkv=qkv, o=o, spec=SPEC, rope=rope)
+        attention = Attention(
+            heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, qkv=qkv, o=o, spec=SPEC, rope=rope
+        )
         mlp = DenseMlp(intermediate_size=INNER, gate_up=gate_up, down=down, activation="silu")
         return tuple(Block(mixer=mixer, norm=Norm(ones, eps)) for mixer in (attention, mlp))
 

@@ -35,14 +35,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _scheduler_cases import CASES
-
 from runtime.config import POLICIES, SchedulerConfig
 from runtime.request import Request, SamplingParams
 from runtime.runner import StepOutput
 from runtime.scheduling.page_allocator import PageAllocator
 from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.scheduler import Scheduler
+from scripts._scheduler_cases import CASES
 
 PAGE = 16
 PROMPT = 200

@@ -27,8 +27,9 @@ from typing import Any
 
 import aiohttp
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _client import (
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts._client import (
     Answer,
     Target,
     ask,

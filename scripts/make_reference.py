@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -50,7 +51,7 @@ def make_prompts(tokenizer: transformers.PreTrainedTokenizerBase) -> list[list[i
     return prompts
 
 
-def generate(model: transformers.PreTrainedModel, prompt: list[int]) -> dict[str, list[object]]:
+def generate(model: transformers.PreTrainedModel, prompt: list[int]) -> dict[str, Any]:
     out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

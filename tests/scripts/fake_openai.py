@@ -1,29 +1,14 @@
-"""A scripted OpenAI-compatible server, and scripts loaded as modules, for the tests beside this."""
+"""A scripted OpenAI-compatible server for the tests beside this."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
-from types import ModuleType
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
-
-def load_script(name: str) -> ModuleType:
-    """A script as a module, once: its helpers are found as they are when it is run."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 class FakeServer:

@@ -7,11 +7,10 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from tests.scripts.fake_openai import FakeServer, load_script, serving
-
-client = load_script("_client")
-floors_module = load_script("_floors")
-bench_cpu = load_script("bench_cpu")
+from scripts import _client as client
+from scripts import _floors as floors_module
+from scripts import bench_cpu
+from tests.scripts.fake_openai import FakeServer, serving
 
 # 1 GB/s and 1 TFLOP/s; 1 MB of weights, 2 and 1 MFLOP a token, 10 flops a pair.
 FLOORS = floors_module.Floors(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scripts.fake_openai import load_script
-
-cases = load_script("_scheduler_cases")
-bench = load_script("bench_scheduler")
+from scripts import _scheduler_cases as cases
+from scripts import bench_scheduler as bench
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from tests.scripts.fake_openai import FakeServer, load_script, send, serving
-
-client = load_script("_client")
-load_test = load_script("load_test")
+from scripts import _client as client
+from scripts import load_test
+from tests.scripts.fake_openai import FakeServer, send, serving
 
 
 def some_load(**changes):
