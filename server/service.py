@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -45,11 +44,6 @@ class Service:
 
 SERVICE = web.AppKey("service", Service)
 REQUEST_ID = web.RequestKey("request_id", str)  # the client's, or the server's
-
-
-def new_id(prefix: str) -> str:
-    """An id of the server's own making, such as chatcmpl-0f3a..."""
-    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def json_response(data: Any, status: int = 200) -> web.Response:

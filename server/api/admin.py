@@ -11,13 +11,14 @@ from aiohttp import web
 
 from runtime.errors import EngineDead, InvalidRequest
 from runtime.request import SamplingParams
+from server.api.answers import new_id
 from server.api.fields import Body, served
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Text
 from server.args import public_options
 from server.generation.params import GenerationParams
 from server.http.errors import Draining
-from server.service import SERVICE, json_response, new_id
+from server.service import SERVICE, json_response
 from server.version import version
 
 if TYPE_CHECKING:

@@ -1,102 +1,36 @@
-"""/v1/chat/completions, and the chat that every conversation amounts to."""
+"""/v1/chat/completions: the model's next message in a conversation."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from aiohttp import web
 
 from runtime.errors import InvalidRequest
-from server.api.chat_answer import ChatAnswer
+from server.api.answers import OpenAIAnswer, answer, finish_name, usage_body
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
-from server.api.delivery import send
-from server.api.fields import Body, ignored, refused, required, served
+from server.api.chat_plan import EFFORTS, Conversation, LastMessageFields, plan_chat
+from server.api.fields import ignored, refused, required, served
 from server.api.incoming import read_body
-from server.api.kinds import MAX_LOGPROBS, Boolean, Choice, Integer, JsonObject
+from server.api.kinds import MAX_LOGPROBS, Boolean, Choice, Integer
+from server.api.logprobs import chat_logprobs
 from server.api.request_fields import OpenAIFields
-from server.formats.answer_parser import AnswerParser
-from server.formats.chat_messages import parse_messages
-from server.formats.tools import parse_tools
-from server.service import REQUEST_ID, SERVICE, new_id
+from server.formats.events import CallArguments, CallStart, Reasoning, Text
+from server.http.sse import event
+from server.service import SERVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from server.formats.tools import ToolRequest
+    from runtime.request import Finish, TokenLogprobs
+    from server.formats.answer_parser import AnswerParser
+    from server.formats.events import Event
+    from server.generation.generator import Generation
     from server.generation.params import ApiLimits, GenerationParams
-    from server.grammars.output_rules import OutputRule
+    from server.generation.streams import Delta
     from server.service import Service
-
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-NOT_STORED = "nothing is stored between requests; send the whole conversation"
-
-
-class TemplateFields(Body):
-    """What rules how a chat template renders any conversation."""
-
-    chat_template_kwargs = served(JsonObject(), "further variables of the chat template")
-    unserved = (
-        *refused("the template is the model's, or --chat-template's", "chat_template"),
-        *refused("hand them to the template in chat_template_kwargs", "documents"),
-        *refused("the chat template writes what begins a prompt", "add_special_tokens"),
-        *refused(
-            "reasoning is told apart by --reasoning-parser",
-            include_reasoning=True,
-            reasoning_format=("auto", "deepseek"),
-            reasoning_in_content=False,
-            separate_reasoning=True,
-            stream_reasoning=True,
-            thinking_forced_open=False,
-        ),
-        *refused(
-            "tool calls are told apart by --tool-call-parser", "chat_format", parse_tool_calls=True
-        ),
-        *refused("use /v1/completions or /generate for a prompt of token ids", "input_ids"),
-        *refused("the chat template begins the answer", "generation_prompt"),
-        *refused("the model has no such tasks", "task"),
-    )
-
-    def kwargs(self, effort: str | None) -> dict[str, Any]:
-        """Variables of the template. effort: how much to think, as far as the template knows it."""
-        found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        if effort == "none":
-            found |= {"enable_thinking": False, "thinking": False}
-        return found | (self.chat_template_kwargs or {})
-
-
-class LastMessageFields(TemplateFields):
-    """What rules how a rendered conversation ends."""
-
-    add_generation_prompt = served(
-        Boolean(), "begin the assistant's turn; the default unless continue_final_message"
-    )
-    continue_final_message = served(
-        Boolean(), "go on from the last message, which is the assistant's", default=False
-    )
-
-    def render(self, messages: list[dict[str, Any]], effort: str | None = None) -> dict[str, Any]:
-        """Options of `ChatTemplate.render`.
-
-        Raises: InvalidRequest: the last message is to be continued and cannot be.
-        """
-        name, continued = "continue_final_message", self.continue_final_message
-        if continued and self.add_generation_prompt:
-            raise InvalidRequest(
-                f"{name}: cannot be true together with add_generation_prompt", param=name
-            )
-        if continued and messages[-1]["role"] != "assistant":
-            role = messages[-1]["role"]
-            raise InvalidRequest(
-                f"{name}: the last message must be the assistant's, it is the {role}'s", param=name
-            )
-        begun = not continued if self.add_generation_prompt is None else self.add_generation_prompt
-        return {
-            "add_generation_prompt": begun,
-            "continue_final_message": continued,
-            "kwargs": self.kwargs(effort),
-        }
 
 
 class ChatBody(LastMessageFields, OpenAIFields):
@@ -142,80 +76,194 @@ class ChatBody(LastMessageFields, OpenAIFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
 
-    def chat(self, limits: ApiLimits) -> Chat:
-        """The chat that it asks for."""
-        messages = parse_messages(self.messages)
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        params = self.params(limits, self.max_completion_tokens, logprobs=logprobs)
-        return Chat(
-            messages=messages,
-            tools=parse_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls),
-            render=self.render(messages, self.reasoning_effort),
-            rules=self.rules(),
-            params=replace(params, n=self.n, best_of=self.n, include_usage=self.include_usage),
+    def conversation(self) -> Conversation:
+        """The conversation that is to be gone on with."""
+        return Conversation(
+            messages=self.messages,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            render=self.render(self.messages, self.reasoning_effort),
         )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
-    """A conversation to be gone on with, whatever protocol it came by.
-
-    Args:
-        messages: as `parse_messages` gives them.
-        tools: those that may be called; None: none.
-        render: options of `ChatTemplate.render`.
-        rules: what the answer must look like.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: ToolRequest | None = None
-    render: dict[str, Any] = field(default_factory=dict)
-    rules: list[OutputRule] = field(default_factory=list)
-    params: GenerationParams
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPlan:
-    """A chat, ready to be generated. Args: new_parser: makes the parser of one choice's text."""
-
-    prompt_ids: list[int]
-    params: GenerationParams
-    new_parser: Callable[[], AnswerParser] = AnswerParser
-
-
-async def plan_chat(chat: Chat, service: Service) -> ChatPlan:
-    """Renders a chat's prompt and compiles what rules its answer.
-
-    Raises: InvalidRequest.
-    """
-    model_format = service.model_format
-    messages, more = model_format.conversation(chat.messages, chat.tools)
-    prompt_ids = await service.tokenizer.encode_chat(messages, **chat.render, **more)
-    begun = chat.messages[-1]["content"] if chat.render.get("continue_final_message") else ""
-    params = await model_format.constrained(
-        chat.params, chat.rules, tools=chat.tools, prompt_ids=prompt_ids, begun=begun
-    )
-    return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, chat.tools, begun))
+    def generation(self, limits: ApiLimits) -> GenerationParams:
+        """What it asks of the generation core."""
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        params = self.params(limits, self.max_completion_tokens, logprobs=logprobs)
+        return replace(params, n=self.n, best_of=self.n, include_usage=self.include_usage)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     service = request.app[SERVICE]
     body = await read_body(request, ChatBody)
-    plan = await plan_chat(body.chat(service.limits), service)
-    request_id = new_id("chatcmpl")
-    with service.generator.start(
-        [plan.prompt_ids], plan.params, request_id, body.request_id or request[REQUEST_ID]
-    ) as generation:
-        answer = ChatAnswer(
-            request_id,
-            int(time.time()),
-            service.limits.model,
-            generation,
-            service.tokenizer,
-            plan.new_parser,
+    plan = await plan_chat(
+        body.conversation(), body.generation(service.limits), body.rules(), service
+    )
+    return await answer(
+        request,
+        [plan.prompt_ids],
+        plan.params,
+        lambda generation: ChatAnswer(generation, service, plan.new_parser),
+        prefix="chatcmpl",
+        client_id=body.request_id,
+    )
+
+
+_AFTER = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+class _Choice:
+    """One choice of a chat.
+
+    Attributes:
+        opened: its first event has gone out.
+        said: its events so far, of a whole answer.
+        logprobs: of tokens that no event has carried yet.
+        before: bytes of an event up to its delta, left open behind {"content": or the like.
+    """
+
+    __slots__ = ("before", "finish", "index", "logprobs", "opened", "parser", "said")
+
+    def __init__(self, index: int, parser: AnswerParser, start: bytes) -> None:
+        self.index = index
+        self.parser = parser
+        self.opened = False
+        self.said: list[Event] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish: Finish | None = None
+        opening = b"data: " + start + b'{"index":%d,"delta":{' % index
+        self.before = {
+            Text: opening + b'"content":',
+            Reasoning: opening + b'"reasoning_content":',
+        }
+
+    def read(self, delta: Delta) -> list[Event]:
+        """The events that a delta completes."""
+        self.logprobs += delta.logprobs
+        self.finish = delta.finish
+        return self.parser.read(delta.text, ended=delta.finish is not None)
+
+    def ending(self) -> dict[str, Any]:
+        """Why it has ended."""
+        return {
+            "finish_reason": finish_name(self.finish, self.parser.called_tools),
+            "stop_reason": None if self.finish is None else self.finish.matched,
+        }
+
+
+class ChatAnswer(OpenAIAnswer):
+    """A chat completion, streamed or whole."""
+
+    object = "chat.completion"
+    event_object = "chat.completion.chunk"
+
+    def __init__(
+        self, generation: Generation, service: Service, new_parser: Callable[[], AnswerParser]
+    ) -> None:
+        super().__init__(generation, service)
+        self._tokenizer = service.tokenizer
+        self._scored = generation.params.sampling.logprobs is not None
+        # Up to the list of choices, left open.
+        start = orjson.dumps(self.of_choices([], self.event_object))[:-2]
+        self._choices = [
+            _Choice(index, new_parser(), start) for index in range(generation.params.n)
+        ]
+
+    def events(self, delta: Delta) -> bytes:
+        """As every answer's; a choice's first event opens with the role."""
+        choice = self._choices[delta.index]
+        if not choice.opened or delta.finish is not None or self._scored:
+            return self._full_events(choice, delta)
+        # Nearly every event of a stream is a piece of text: only that is encoded anew.
+        if choice.parser.plain:
+            return choice.before[Text] + orjson.dumps(delta.text) + _AFTER
+        out = b""
+        for part in choice.read(delta):
+            if isinstance(part, Text | Reasoning):
+                out += choice.before[type(part)] + orjson.dumps(part.text) + _AFTER
+            else:
+                out += self._event(choice, _delta(part))
+        return out
+
+    def _full_events(self, choice: _Choice, delta: Delta) -> bytes:
+        deltas = [] if choice.opened else [{"role": "assistant", "content": ""}]
+        choice.opened = True
+        parts = choice.read(delta)
+        deltas += map(_delta, parts)
+        if delta.finish is not None and not parts:
+            deltas.append({})
+        more: dict[str, Any] = {}
+        if choice.logprobs and (parts or delta.finish is not None):
+            more["logprobs"] = chat_logprobs(choice.logprobs, self._tokenizer)
+            choice.logprobs = []
+        if delta.finish is not None:
+            more |= choice.ending()
+        last = len(deltas) - 1
+        return b"".join(
+            self._event(choice, one, **(more if number == last else {}))
+            for number, one in enumerate(deltas)
         )
-        return await send(request, generation, answer)
+
+    def _event(self, choice: _Choice, delta: dict[str, Any], **more: Any) -> bytes:
+        entry = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return event(self.of_choices([entry | more], self.event_object))
+
+    def add(self, delta: Delta) -> None:
+        choice = self._choices[delta.index]
+        choice.said += choice.read(delta)
+
+    def body(self) -> dict[str, Any]:
+        choices = [self._whole_choice(choice) for choice in self._choices]
+        return self.of_choices(choices, self.object, usage=usage_body(self.generation.usage()))
+
+    def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
+        scores = chat_logprobs(choice.logprobs, self._tokenizer) if choice.logprobs else None
+        return {
+            "index": choice.index,
+            "message": message_of(choice.said),
+            "logprobs": scores,
+            **choice.ending(),
+        }
+
+
+def _delta(part: Event) -> dict[str, Any]:
+    """An event as a `delta` of the protocol."""
+    match part:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": call_id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def message_of(events: Iterable[Event]) -> dict[str, Any]:
+    """The whole message that a choice's events amount to."""
+    content = reasoning = ""
+    calls: list[dict[str, Any]] = []
+    for one in events:
+        match one:
+            case Text(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallStart(_, call_id, name):
+                function = {"name": name, "arguments": ""}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case CallArguments(index, text):
+                calls[index]["function"]["arguments"] += text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["content"] = content or None
+        message["tool_calls"] = calls
+    return message
 
 
 ROUTES = [web.post("/v1/chat/completions", chat_completions)]

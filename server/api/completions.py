@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from aiohttp import web
 
 from runtime.errors import InvalidRequest, wrong
-from server.api.completions_answer import CompletionAnswer
-from server.api.delivery import send
+from server.api.answers import OpenAIAnswer, answer, finish_name, usage_body
 from server.api.fields import refused, required, served
 from server.api.incoming import read_body
 from server.api.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, TokenIds
+from server.api.logprobs import CompletionLogprobs, merge_completion_logprobs
 from server.api.request_fields import OpenAIFields
-from server.service import REQUEST_ID, SERVICE, new_id
+from server.http.sse import event
+from server.service import SERVICE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from server.api.json_schema import Schema
     from server.api.kinds import Reading
-    from server.generation.generator import Generator
+    from server.generation.generator import Generation, Generator
     from server.generation.params import ApiLimits, GenerationParams
+    from server.generation.streams import Delta
+    from server.service import Service
+    from server.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_SEQUENCES = 1024  # of one request: prompts times choices
@@ -126,25 +132,20 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompts = await encode_prompts(
         body.prompt, service.generator, add_special_tokens=body.add_special_tokens
     )
-    request_id = new_id("cmpl")
     texts = [""] * len(prompts)
     if body.echo:
         texts = [
             given if isinstance(given, str) else service.tokenizer.decode(given)
             for given in body.prompt
         ]
-    with service.generator.start(
-        prompts, params, request_id, body.request_id or request[REQUEST_ID]
-    ) as generation:
-        answer = CompletionAnswer(
-            request_id,
-            int(time.time()),
-            service.limits.model,
-            generation,
-            service.tokenizer,
-            texts,
-        )
-        return await send(request, generation, answer)
+    return await answer(
+        request,
+        prompts,
+        params,
+        lambda generation: CompletionAnswer(generation, service, texts),
+        prefix="cmpl",
+        client_id=body.request_id,
+    )
 
 
 async def encode_prompts(
@@ -160,6 +161,122 @@ async def encode_prompts(
                 ids = [generator.tokenizer.bos_token_id]
         found.append(ids)
     return found
+
+
+class _Choice:
+    """One choice of a completion, delta by delta."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: Sequence[int],
+        prompt_text: str,
+        generation: Generation,
+        tokenizer: Tokenizer,
+    ) -> None:
+        params = generation.params
+        self.index = index
+        self.mean_logprob = 0.0
+        self._prompt_ids = prompt_ids
+        self._echoed = prompt_text if params.echo else None
+        self._top = params.sampling.logprobs
+        self._logprobs: CompletionLogprobs | None = None
+        self._sum, self._count = 0.0, 0
+        if self._top is not None:
+            detokenizer = tokenizer.detokenizer(
+                () if params.echo else prompt_ids,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            self._logprobs = CompletionLogprobs(tokenizer, detokenizer)
+
+    def entry(self, delta: Delta) -> dict[str, Any]:
+        """The `choices` entry of a delta. The first one of an echo begins with the prompt."""
+        text, parts = delta.text, []
+        if self._logprobs is not None:
+            top = self._top or 0
+            if delta.prompt_logprobs is not None:
+                parts.append(self._logprobs.add(self._prompt_ids, delta.prompt_logprobs, top=top))
+            parts.append(self._logprobs.add(delta.token_ids, delta.logprobs, top=top))
+            self._sum += sum(entry.logprob for entry in delta.logprobs)
+            self._count += len(delta.logprobs)
+            self.mean_logprob = self._sum / max(1, self._count)
+        if self._echoed is not None:
+            text, self._echoed = self._echoed + text, None
+        return {
+            "index": self.index,
+            "text": text,
+            "logprobs": merge_completion_logprobs(parts) if parts else None,
+            "finish_reason": finish_name(delta.finish),
+            "stop_reason": None if delta.finish is None else delta.finish.matched,
+        }
+
+
+class CompletionAnswer(OpenAIAnswer):
+    """A text completion, streamed or whole.
+
+    Args: prompt_texts: of each prompt, for echo.
+    """
+
+    object = event_object = "text_completion"
+
+    def __init__(
+        self, generation: Generation, service: Service, prompt_texts: Sequence[str]
+    ) -> None:
+        super().__init__(generation, service)
+        width = generation.params.best_of
+        self._choices = [
+            _Choice(
+                index,
+                generation.prompts[index // width],
+                prompt_texts[index // width],
+                generation,
+                service.tokenizer,
+            )
+            for index in range(width * len(generation.prompts))
+        ]
+        self._entries: list[list[dict[str, Any]]] = [[] for _ in self._choices]
+        self._plain = generation.params.sampling.logprobs is None and not generation.params.echo
+        start = orjson.dumps(self.of_choices([], self.object))[:-2]
+        self._fast = (
+            b"data: " + start + b'{"index":',
+            b',"text":',
+            b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n',
+        )
+
+    def events(self, delta: Delta) -> bytes:
+        if self._plain and delta.finish is None:
+            before, middle, after = self._fast
+            return before + b"%d" % delta.index + middle + orjson.dumps(delta.text) + after
+        return event(self.of_choices([self._choices[delta.index].entry(delta)], self.object))
+
+    def add(self, delta: Delta) -> None:
+        self._entries[delta.index].append(self._choices[delta.index].entry(delta))
+
+    def body(self) -> dict[str, Any]:
+        """Of each prompt, the n likeliest choices."""
+        params = self.generation.params
+        chosen: list[dict[str, Any]] = []
+        for first in range(0, len(self._choices), params.best_of):
+            group = list(range(first, first + params.best_of))
+            if params.best_of > params.n:
+                group.sort(key=lambda index: -self._choices[index].mean_logprob)
+            for index in group[: params.n]:
+                chosen.append(_whole_choice(len(chosen), self._entries[index]))
+        if params.best_of > params.n and params.hide_logprobs:
+            for choice in chosen:
+                choice["logprobs"] = None
+        return self.of_choices(chosen, self.object, usage=usage_body(self.generation.usage()))
+
+
+def _whole_choice(index: int, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    logprobs = [entry["logprobs"] for entry in entries if entry["logprobs"] is not None]
+    return {
+        "index": index,
+        "text": "".join(entry["text"] for entry in entries),
+        "logprobs": merge_completion_logprobs(logprobs) if logprobs else None,
+        "finish_reason": entries[-1]["finish_reason"],
+        "stop_reason": entries[-1]["stop_reason"],
+    }
 
 
 ROUTES = [web.post("/v1/completions", completions)]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from runtime.errors import wrong
+from server.api.answers import Answer, answer
 from server.api.completions import encode_prompts
-from server.api.delivery import send
 from server.api.fields import Record, ignored, refused, served
 from server.api.grammar_fields import GrammarFields
 from server.api.incoming import read_body, read_value
@@ -18,7 +18,7 @@ from server.api.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, Text, 
 from server.api.request_fields import RequestFields, generation_params
 from server.api.sampling_fields import SamplingFields
 from server.http.sse import DONE, event
-from server.service import REQUEST_ID, SERVICE, new_id
+from server.service import SERVICE
 
 if TYPE_CHECKING:
     from runtime.request import Finish, TokenLogprobs
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from server.generation.generator import Generation
     from server.generation.params import ApiLimits, GenerationParams
     from server.generation.streams import Delta
-    from server.http.errors import ErrorAnswer
+    from server.service import Service
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -165,11 +165,15 @@ async def generate(request: web.Request) -> web.StreamResponse:
     )
     given, single = body.prompts
     prompts = await encode_prompts(given, service.generator)
-    request_id = new_id("gen")
-    client_id = body.request_id or request[REQUEST_ID]
-    with service.generator.start(prompts, params, request_id, client_id) as generation:
-        answer = GenerateAnswer(request_id, generation, single and params.n == 1)
-        return await send(request, generation, answer)
+    alone = single and params.n == 1
+    return await answer(
+        request,
+        prompts,
+        params,
+        lambda generation: GenerateAnswer(generation, service, alone),
+        prefix="gen",
+        client_id=body.request_id,
+    )
 
 
 class _Choice:
@@ -231,34 +235,31 @@ def _finish_body(finish: Finish | None, tokens: int) -> dict[str, Any] | None:
     return {"type": finish.reason.value, "matched": finish.matched}
 
 
-class GenerateAnswer:
-    """The answer, streamed or whole."""
+class GenerateAnswer(Answer):
+    """The answer, streamed or whole. Args: single: one choice, which is not in a list."""
 
-    def __init__(self, request_id: str, generation: Generation, single: bool) -> None:
-        self._request_id = request_id
-        self._generation = generation
+    def __init__(self, generation: Generation, service: Service, single: bool) -> None:
+        super().__init__(generation, service)
         self._single = single
         self._started = time.perf_counter()
         self._choices = [_Choice(i, generation) for i in range(len(generation.requests))]
 
     def _body(self, index: int) -> dict[str, Any]:
         seconds = time.perf_counter() - self._started
-        return self._choices[index].body(self._request_id, seconds)
+        return self._choices[index].body(self.id, seconds)
 
     def events(self, delta: Delta) -> bytes:
-        self._choices[delta.index].add(delta)
+        self.add(delta)
         body = self._body(delta.index)
         return event(body if self._single else {"index": delta.index, **body})
 
     def closing(self) -> bytes:
         return DONE
 
-    def failure(self, error: ErrorAnswer) -> bytes:
-        return event(error.body)
+    def add(self, delta: Delta) -> None:
+        self._choices[delta.index].add(delta)
 
-    async def whole(self) -> Any:
-        async for delta in self._generation:
-            self._choices[delta.index].add(delta)
+    def body(self) -> Any:
         bodies = [self._body(index) for index in range(len(self._choices))]
         return bodies[0] if self._single else bodies
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
-from server.api.chat import EFFORTS, Chat, TemplateFields, plan_chat
-from server.api.delivery import send
+from server.api.answers import answer
+from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, plan_chat
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
 from server.api.grammar_fields import SCHEMA
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Choice, Either, Integer, Items, JsonObject, Text, Texts
 from server.api.messages_answer import AnthropicAnswer
 from server.api.request_fields import GeneratingBody
-from server.formats.chat_messages import parse_messages
-from server.formats.tools import parse_tools
 from server.generation.stop_strings import MAX_CHARACTERS
 from server.grammars.output_rules import OutputRule
-from server.service import REQUEST_ID, SERVICE, json_response, new_id
-
-if TYPE_CHECKING:
-    from server.generation.params import ApiLimits
+from server.service import SERVICE, json_response
 
 Message = dict[str, Any]
 CACHED = tuple(ignored("prefixes are always cached", "cache_control"))
@@ -253,26 +248,25 @@ class ConversationBody(TemplateFields, GeneratingBody):
         *ignored("for the vendor", "betas", "billing_policy", "user_profile_id", "workspace_id"),
     )
 
-    def chat(self, limits: ApiLimits, max_tokens: int | None) -> Chat:
-        """The chat that it asks for."""
+    def conversation(self) -> Conversation:
+        """The conversation that is to be gone on with."""
         messages = [made for message in self.messages for made in message.chat()]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": joined(self.system)})
         # An assistant's message at the end is a beginning that the model goes on from.
         last = messages[-1]
         continued = last["role"] == "assistant" and "tool_calls" not in last
-        tools = None if self.tools is None else [tool.openai() for tool in self.tools]
         choice, parallel = _choice(self.tool_choice)
-        return Chat(
-            messages=parse_messages(messages),
-            tools=parse_tools(tools, choice, parallel=parallel),
+        return Conversation(
+            messages=messages,
+            tools=None if self.tools is None else [tool.openai() for tool in self.tools],
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
             render={
                 "add_generation_prompt": not continued,
                 "continue_final_message": continued,
                 "kwargs": self._kwargs(),
             },
-            rules=self.rules(),
-            params=self.params(limits, max_tokens),
         )
 
     def _kwargs(self) -> dict[str, Any]:
@@ -325,20 +319,24 @@ async def messages(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages."""
     service = request.app[SERVICE]
     body = await read_body(request, MessageBody)
-    plan = await plan_chat(body.chat(service.limits, body.max_tokens), service)
-    message_id = new_id("msg")
-    with service.generator.start(
-        [plan.prompt_ids], plan.params, message_id, body.request_id or request[REQUEST_ID]
-    ) as generation:
-        answer = AnthropicAnswer(message_id, service.limits.model, generation, plan.new_parser)
-        return await send(request, generation, answer)
+    params = body.params(service.limits, body.max_tokens)
+    plan = await plan_chat(body.conversation(), params, body.rules(), service)
+    return await answer(
+        request,
+        [plan.prompt_ids],
+        plan.params,
+        lambda generation: AnthropicAnswer(generation, service, plan.new_parser),
+        prefix="msg",
+        client_id=body.request_id,
+    )
 
 
 async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens: the tokens of the prompt that /v1/messages would make."""
     body = await read_body(request, CountTokensBody)
     service = request.app[SERVICE]
-    plan = await plan_chat(body.chat(service.limits, None), service)
+    params = body.params(service.limits, None)
+    plan = await plan_chat(body.conversation(), params, body.rules(), service)
     return json_response({"input_tokens": len(plan.prompt_ids)})
 
 

@@ -6,85 +6,53 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from server.formats.events import CallArguments, CallStart, Reasoning, Text
+from server.api.block_answer import BlockAnswer
 from server.http.sse import event
 from server.text.json_depth import is_deeper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from server.formats.answer_parser import AnswerParser
+    from server.formats.events import Event
     from server.generation.generator import Generation
     from server.generation.streams import Delta
     from server.http.errors import ErrorAnswer
+    from server.service import Service
 
 Block = dict[str, Any]
 
 
-class AnthropicAnswer:
-    """A message, streamed or whole; the whole one is what the stream amounts to."""
+class AnthropicAnswer(BlockAnswer):
+    """A message."""
+
+    text_block = "text"
+    reasoning_block = "thinking"
 
     def __init__(
-        self,
-        message_id: str,
-        model: str,
-        generation: Generation,
-        new_parser: Callable[[], AnswerParser],
+        self, generation: Generation, service: Service, new_parser: Callable[[], AnswerParser]
     ) -> None:
-        self._id = message_id
-        self._model = model
-        self._generation = generation
-        self._parser = new_parser()
+        super().__init__(generation, service, new_parser)
         self._content: list[Block] = []
         self._open = False  # the last block is being written
         self._input: list[str] = []  # of the tool use that is being written
-        self._begun = False
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
-    def events(self, delta: Delta) -> bytes:
-        """The bytes of the events that a delta makes."""
-        out = b"" if self._begun else self._opening()
-        for part in self._parser.read(delta.text, ended=delta.finish is not None):
-            match part:
-                case Text(text):
-                    out += self._text("text", text)
-                case Reasoning(text):
-                    out += self._text("thinking", text)
-                case CallStart(_, call_id, name):
-                    out += self._call(call_id, name)
-                case CallArguments(_, text):
-                    self._input.append(text)
-                    out += self._delta(type="input_json_delta", partial_json=text)
-        if delta.finish is not None:
-            self._stop(delta.finish.reason.value, delta.finish.matched)
-        return out
-
-    def closing(self) -> bytes:
-        """The events that end the stream."""
-        out = b"" if self._begun else self._opening()
-        out += self._close_block()
+    def ending(self) -> bytes:
         ended = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        out += _event("message_delta", delta=ended, usage=self._usage())
+        out = _event("message_delta", delta=ended, usage=self._usage())
         return out + _event("message_stop")
 
     def failure(self, error: ErrorAnswer) -> bytes:
-        """The event that ends a stream which cannot go on."""
         return event(anthropic_error(error), "error")
 
-    async def whole(self) -> dict[str, Any]:
-        """The message, once the generation has ended."""
-        async for delta in self._generation:
-            self.events(delta)
-        self.closing()
-        return self._message()
-
-    def _message(self) -> dict[str, Any]:
+    def so_far(self) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": list(self._content),
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
@@ -93,7 +61,7 @@ class AnthropicAnswer:
 
     def _usage(self) -> dict[str, Any]:
         """Anthropic counts cached prompt tokens apart from the others."""
-        usage = self._generation.usage()
+        usage = self.generation.usage()
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_read_input_tokens": usage.cached_tokens,
@@ -102,16 +70,19 @@ class AnthropicAnswer:
             **usage.waited(),
         }
 
-    def _opening(self) -> bytes:
-        self._begun = True
-        return _event("message_start", message=self._message())
+    def opening(self) -> bytes:
+        return _event("message_start", message=self.so_far())
+
+    def note(self, delta: Delta, parts: Sequence[Event]) -> None:
+        if delta.finish is not None:
+            self._stop(delta.finish.reason.value, delta.finish.matched)
 
     def _stop(self, reason: str, matched: int | str | None) -> None:
         if reason == "length":
             self._stop_reason = "max_tokens"
         elif reason == "abort":
             self._stop_reason = "pause_turn"  # what is not finished may be gone on from
-        elif self._parser.called_tools:
+        elif self.parser.called_tools:
             self._stop_reason = "tool_use"
         elif isinstance(matched, str):
             self._stop_reason, self._stop_sequence = "stop_sequence", matched
@@ -119,7 +90,7 @@ class AnthropicAnswer:
             self._stop_reason = "end_turn"
 
     def _open_block(self, block: Block) -> bytes:
-        out = self._close_block()
+        out = self.close_block()
         self._content.append(block)
         self._open = True
         index = len(self._content) - 1
@@ -128,7 +99,7 @@ class AnthropicAnswer:
     def _delta(self, **fields: Any) -> bytes:
         return _event("content_block_delta", index=len(self._content) - 1, delta=fields)
 
-    def _text(self, kind: str, text: str) -> bytes:
+    def more_text(self, kind: str, text: str) -> bytes:
         out = b""
         if not self._open or self._content[-1]["type"] != kind:
             more = {"signature": ""} if kind == "thinking" else {}
@@ -136,13 +107,17 @@ class AnthropicAnswer:
         self._content[-1][kind] += text
         return out + self._delta(type=f"{kind}_delta", **{kind: text})
 
-    def _call(self, call_id: str, name: str) -> bytes:
+    def new_call(self, call_id: str, name: str) -> bytes:
         used = "toolu_" + call_id.removeprefix("call_")
         out = self._open_block({"type": "tool_use", "id": used, "name": name, "input": {}})
         self._input = []
         return out
 
-    def _close_block(self) -> bytes:
+    def more_arguments(self, text: str) -> bytes:
+        self._input.append(text)
+        return self._delta(type="input_json_delta", partial_json=text)
+
+    def close_block(self) -> bytes:
         if not self._open:
             return b""
         block = self._content[-1]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from runtime.errors import wrong
-from server.api.chat import EFFORTS, NOT_STORED, Chat, TemplateFields, plan_chat
+from server.api.answers import answer
 from server.api.chat_messages import ANY_TOOL, CONTENT, NAME
-from server.api.delivery import send
+from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, plan_chat
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
 from server.api.grammar_fields import (
     SCHEMA,
@@ -22,15 +21,14 @@ from server.api.incoming import read_body
 from server.api.kinds import Boolean, Checked, Choice, Either, Integer, Items, JsonObject, Text
 from server.api.request_fields import GeneratingBody
 from server.api.responses_answer import ResponseAnswer
-from server.formats.chat_messages import parse_messages
-from server.formats.tools import parse_tools
 from server.grammars.output_rules import OutputRule
-from server.service import REQUEST_ID, SERVICE, new_id
+from server.service import SERVICE
 
 if TYPE_CHECKING:
-    from server.generation.params import ApiLimits
+    from server.generation.params import ApiLimits, GenerationParams
 
 Item = dict[str, Any]
+NOT_STORED = "nothing is stored between requests; send the whole conversation"
 NO_ASYNC = "a call ends the answer, and its output comes with the next request"
 FROM_EARLIER = ignored("repeats what an earlier response said", "id", "phase", "status")
 
@@ -228,20 +226,23 @@ class ResponseBody(TemplateFields, GeneratingBody):
         *ignored("names nobody to this server", "safety_identifier"),
     )
 
-    def chat(self, limits: ApiLimits) -> Chat:
-        """The chat that it asks for."""
+    def conversation(self) -> Conversation:
+        """The conversation that is to be gone on with."""
         messages = _messages(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         effort = None if self.reasoning is None else self.reasoning.effort
-        tools = None if self.tools is None else [tool.openai() for tool in self.tools]
-        return Chat(
-            messages=parse_messages(messages),
-            tools=parse_tools(tools, self.tool_choice, parallel=self.parallel_tool_calls),
+        return Conversation(
+            messages=messages,
+            tools=None if self.tools is None else [tool.openai() for tool in self.tools],
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
             render={"kwargs": self.kwargs(effort)},
-            rules=self.rules(),
-            params=self.params(limits, self.max_output_tokens),
         )
+
+    def generation(self, limits: ApiLimits) -> GenerationParams:
+        """What it asks of the generation core."""
+        return self.params(limits, self.max_output_tokens)
 
     def rules(self) -> list[OutputRule]:
         wanted = None if self.text is None else self.text.format
@@ -281,20 +282,18 @@ async def responses(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
     service = request.app[SERVICE]
     body = await read_body(request, ResponseBody)
-    plan = await plan_chat(body.chat(service.limits), service)
-    response_id = new_id("resp")
-    with service.generator.start(
-        [plan.prompt_ids], plan.params, response_id, body.request_id or request[REQUEST_ID]
-    ) as generation:
-        answer = ResponseAnswer(
-            response_id,
-            {**body.given, "temperature": body.temperature, "top_p": body.top_p},
-            int(time.time()),
-            service.limits.model,
-            generation,
-            plan.new_parser,
-        )
-        return await send(request, generation, answer)
+    plan = await plan_chat(
+        body.conversation(), body.generation(service.limits), body.rules(), service
+    )
+    repeated = {**body.given, "temperature": body.temperature, "top_p": body.top_p}
+    return await answer(
+        request,
+        [plan.prompt_ids],
+        plan.params,
+        lambda generation: ResponseAnswer(generation, service, plan.new_parser, repeated),
+        prefix="resp",
+        client_id=body.request_id,
+    )
 
 
 ROUTES = [web.post("/v1/responses", responses)]

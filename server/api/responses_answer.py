@@ -6,17 +6,19 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from server.formats.events import CallArguments, CallStart, Reasoning, Text
+from server.api.block_answer import BlockAnswer
+from server.formats.events import Reasoning
 from server.http.sse import event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from server.formats.answer_parser import AnswerParser
     from server.formats.events import Event
     from server.generation.generator import Generation
     from server.generation.streams import Delta
     from server.http.errors import ErrorAnswer
+    from server.service import Service
 
 Item = dict[str, Any]
 
@@ -33,24 +35,21 @@ class _Open:
     text: list[str] = field(default_factory=list)
 
 
-class ResponseAnswer:
-    """A response, streamed or whole; the whole one is what the stream amounts to.
+class ResponseAnswer(BlockAnswer):
+    """A response. Args: request: the body that it answers, parts of which it repeats."""
 
-    Args: body: the request, parts of which the response repeats.
-    """
+    text_block = "message"
+    reasoning_block = "reasoning"
 
     def __init__(
         self,
-        response_id: str,
-        body: Mapping[str, Any],
-        created: int,
-        model: str,
         generation: Generation,
+        service: Service,
         new_parser: Callable[[], AnswerParser],
+        request: Mapping[str, Any],
     ) -> None:
-        self._generation = generation
-        self._parser = new_parser()
-        self._base = {"id": response_id, **_echoed(body, created, model)}
+        super().__init__(generation, service, new_parser)
+        self._base = {"id": self.id, **_echoed(request, self.created, self.model)}
         self._output: list[Item] = []
         self._open: _Open | None = None
         self._events = 0
@@ -58,28 +57,13 @@ class ResponseAnswer:
         self._reasoned = self._answering = False
         self._status = "in_progress"
         self._incomplete: dict[str, str | None] | None = None  # why, of an unfinished answer
-        self._begun = False
 
-    def events(self, delta: Delta) -> bytes:
-        """The bytes of the events that a delta makes."""
-        out = b"" if self._begun else self._opening()
-        parts = self._parser.read(delta.text, ended=delta.finish is not None)
+    def note(self, delta: Delta, parts: Sequence[Event]) -> None:
         if delta.finish is not None:
             self._incomplete = _INCOMPLETE.get(delta.finish.reason.value)
-        for part in parts:
-            match part:
-                case Text(text):
-                    out += self._text("message", text)
-                case Reasoning(text):
-                    out += self._text("reasoning", text)
-                case CallStart(_, call_id, name):
-                    out += self._call(call_id, name)
-                case CallArguments(_, text):
-                    out += self._arguments(text)
         self._count_reasoning(parts, len(delta.token_ids))
-        return out
 
-    def _count_reasoning(self, parts: list[Event], tokens: int) -> None:
+    def _count_reasoning(self, parts: Sequence[Event], tokens: int) -> None:
         """Tokens up to the answer are the reasoning's, its marks included, where there is any."""
         thought = any(isinstance(part, Reasoning) for part in parts)
         self._reasoned |= thought
@@ -87,26 +71,15 @@ class ResponseAnswer:
         if not self._answering:
             self._reasoning_tokens += tokens
 
-    def closing(self) -> bytes:
-        """The events that end the stream."""
-        out = b"" if self._begun else self._opening()
-        out += self._close_item()
+    def ending(self) -> bytes:
         self._status = "incomplete" if self._incomplete else "completed"
-        return out + self._event(f"response.{self._status}", response=self._response())
+        return self._event(f"response.{self._status}", response=self.so_far())
 
     def failure(self, error: ErrorAnswer) -> bytes:
-        """The event that ends a stream which cannot go on."""
         self._status = "failed"
         told = error.body["error"]
         failed = {"code": "server_error", "message": told["message"]}
-        return self._event("response.failed", response={**self._response(), "error": failed})
-
-    async def whole(self) -> dict[str, Any]:
-        """The response object, once the generation has ended."""
-        async for delta in self._generation:
-            self.events(delta)
-        self.closing()
-        return self._response()
+        return self._event("response.failed", response={**self.so_far(), "error": failed})
 
     # Events
 
@@ -115,10 +88,9 @@ class ResponseAnswer:
         self._events += 1
         return event(data, kind)
 
-    def _opening(self) -> bytes:
-        self._begun = True
-        return self._event("response.created", response=self._response()) + self._event(
-            "response.in_progress", response=self._response()
+    def opening(self) -> bytes:
+        return self._event("response.created", response=self.so_far()) + self._event(
+            "response.in_progress", response=self.so_far()
         )
 
     def _at(self) -> dict[str, Any]:
@@ -126,14 +98,14 @@ class ResponseAnswer:
         return {"item_id": self._open.item["id"], "output_index": len(self._output)}
 
     def _open_item(self, item: Item) -> bytes:
-        out = self._close_item()
+        out = self.close_block()
         self._open = _Open(item)
         shown = {**item, "content": []} if "content" in item else item
         return out + self._event(
             "response.output_item.added", output_index=len(self._output), item=shown
         )
 
-    def _text(self, kind: str, text: str) -> bytes:
+    def more_text(self, kind: str, text: str) -> bytes:
         out = b""
         if self._open is None or self._open.item["type"] != kind:
             if kind == "message":
@@ -155,16 +127,16 @@ class ResponseAnswer:
             **more,
         )
 
-    def _call(self, call_id: str, name: str) -> bytes:
+    def new_call(self, call_id: str, name: str) -> bytes:
         item = {"type": "function_call", "id": _id("fc"), "call_id": call_id}
         return self._open_item(item | {"name": name, "arguments": "", "status": "in_progress"})
 
-    def _arguments(self, text: str) -> bytes:
+    def more_arguments(self, text: str) -> bytes:
         assert self._open is not None
         self._open.text.append(text)
         return self._event("response.function_call_arguments.delta", **self._at(), delta=text)
 
-    def _close_item(self) -> bytes:
+    def close_block(self) -> bytes:
         if self._open is None:
             return b""
         item, text = self._open.item, "".join(self._open.text)
@@ -190,7 +162,7 @@ class ResponseAnswer:
         self._open = None
         return out
 
-    def _response(self) -> dict[str, Any]:
+    def so_far(self) -> dict[str, Any]:
         done = self._status not in ("in_progress", "failed")
         return {
             **self._base,
@@ -201,7 +173,7 @@ class ResponseAnswer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        usage = self._generation.usage()
+        usage = self.generation.usage()
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from server.api.chat import LastMessageFields
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
+from server.api.chat_plan import Conversation, LastMessageFields, encode_conversation
 from server.api.fields import required, served
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Text, TokenIds
 from server.api.request_fields import ModelField
-from server.formats.chat_messages import parse_messages
-from server.formats.tools import parse_tools
 from server.service import SERVICE, json_response
 
 if TYPE_CHECKING:
@@ -40,11 +38,13 @@ class TokenizeBody(LastMessageFields, ModelField):
             return await service.tokenizer.encode_async(
                 self.prompt or "", add_special_tokens=self.add_special_tokens
             )
-        messages = parse_messages(self.messages)
-        options = self.render(messages)
-        tools = parse_tools(self.tools, self.tool_choice, parallel=True)
-        messages, more = service.model_format.conversation(messages, tools)
-        return await service.tokenizer.encode_chat(messages, **options, **more)
+        conversation = Conversation(
+            messages=self.messages,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            render=self.render(self.messages),
+        )
+        return await encode_conversation(conversation, service)
 
 
 class DetokenizeBody(ModelField):

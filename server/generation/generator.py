@@ -61,7 +61,7 @@ class Generation:
 
     Choice `c` of prompt `p` has the index p * params.best_of + c.
 
-    Args: names: the ids that /abort_request knows it by.
+    Args: request_id, client_id: as `Generator.start` has them; /abort_request knows it by both.
     """
 
     def __init__(
@@ -70,11 +70,13 @@ class Generation:
         stream: RequestStream,
         prompts: Sequence[Sequence[int]],
         params: GenerationParams,
-        names: frozenset[str],
+        request_id: str,
+        client_id: str | None,
     ) -> None:
         self.prompts = prompts
         self.params = params
-        self.names = names
+        self.request_id = request_id
+        self.names = frozenset((request_id, client_id) if client_id else (request_id,))
         self._generator = generator
         self._stream = stream
         self._completion_tokens = 0
@@ -203,8 +205,7 @@ class Generator:
             skip_special_tokens=params.skip_special_tokens,
         )
         stream = self.engine.submit(self._requests(prompts, params, request_id), rules)
-        names = frozenset((request_id, client_id) if client_id else (request_id,))
-        return Generation(self, stream, prompts, params, names)
+        return Generation(self, stream, prompts, params, request_id, client_id)
 
     def _requests(
         self, prompts: Sequence[list[int]], params: GenerationParams, request_id: str

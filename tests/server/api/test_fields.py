@@ -22,9 +22,13 @@ def completion(**fields):
     return read_value(CompletionBody, {"prompt": "x", **fields}, LIMITS).generation(LIMITS)
 
 
+def chat_body(**fields):
+    return read_value(ChatBody, {"messages": USER, **fields}, LIMITS)
+
+
 def chat(**fields):
-    """A chat."""
-    return read_value(ChatBody, {"messages": USER, **fields}, LIMITS).chat(LIMITS)
+    """The parameters of a chat."""
+    return chat_body(**fields).generation(LIMITS)
 
 
 @pytest.mark.parametrize("parse", [completion, chat], ids=["completions", "chat"])
@@ -187,8 +191,8 @@ def test_values_that_mean_off_or_greedy():
 
 def test_defaults_follow_the_reference():
     assert (completion().sampling.max_new_tokens, completion().default_tokens) == (None, 16)
-    assert (chat().params.sampling.max_new_tokens, chat().params.default_tokens) == (None, None)
-    assert chat(max_tokens=5, max_completion_tokens=7).params.sampling.max_new_tokens == 7
+    assert (chat().sampling.max_new_tokens, chat().default_tokens) == (None, None)
+    assert chat(max_tokens=5, max_completion_tokens=7).sampling.max_new_tokens == 7
 
 
 def test_a_model_of_another_name_is_not_found():
@@ -199,17 +203,19 @@ def test_a_model_of_another_name_is_not_found():
 
 def test_logprobs_of_nothing_but_the_chosen_token():
     assert completion(logprobs=0).sampling.logprobs == 0
-    assert chat(logprobs=True).params.sampling.logprobs == 0
-    assert chat(logprobs=True, top_logprobs=3).params.sampling.logprobs == 3
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).sampling.logprobs == 3
     with pytest.raises(InvalidRequest, match="logprobs to be true"):
         chat(top_logprobs=3)
 
 
 def test_a_last_message_is_continued_only_without_a_generation_prompt():
     messages = [*USER, {"role": "assistant", "content": "1 2 3"}]
-    render = chat(messages=messages, continue_final_message=True).render
+    render = chat_body(messages=messages, continue_final_message=True).conversation().render
     assert (render["add_generation_prompt"], render["continue_final_message"]) == (False, True)
     with pytest.raises(InvalidRequest, match="add_generation_prompt"):
-        chat(messages=messages, continue_final_message=True, add_generation_prompt=True)
+        chat_body(
+            messages=messages, continue_final_message=True, add_generation_prompt=True
+        ).conversation()
     with pytest.raises(InvalidRequest, match="the assistant's"):
-        chat(continue_final_message=True)
+        chat_body(continue_final_message=True).conversation()

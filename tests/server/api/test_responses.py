@@ -9,6 +9,7 @@ import pytest
 
 from server.api.incoming import read_value
 from server.api.responses import ResponseBody
+from server.formats.chat_messages import parse_messages
 from server.generation.params import ApiLimits
 from tests.server.server_kit import say
 
@@ -177,7 +178,9 @@ def test_input_items_become_messages():
         ],
     }
     limits = ApiLimits(model="m", vocab_size=100, context_length=1000)
-    system, user, assistant, result = read_value(ResponseBody, body, limits).chat(limits).messages
+    system, user, assistant, result = parse_messages(
+        read_value(ResponseBody, body, limits).conversation().messages
+    )
     assert system == {"role": "system", "content": "S"}
     assert user["content"] == "U"
     assert assistant["reasoning_content"] == "R"

@@ -1,0 +1,168 @@
+"""What every chat amounts to, whatever protocol it came by: fields of how it is rendered, the
+conversation, and the plan of its answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import InvalidRequest
+from server.api.fields import Body, refused, served
+from server.api.kinds import Boolean, JsonObject
+from server.formats.chat_messages import parse_messages
+from server.formats.tools import parse_tools
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from server.formats.answer_parser import AnswerParser
+    from server.formats.tools import Message, ToolRequest
+    from server.generation.params import GenerationParams
+    from server.grammars.output_rules import OutputRule
+    from server.service import Service
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class TemplateFields(Body):
+    """What rules how a chat template renders any conversation."""
+
+    chat_template_kwargs = served(JsonObject(), "further variables of the chat template")
+    unserved = (
+        *refused("the template is the model's, or --chat-template's", "chat_template"),
+        *refused("hand them to the template in chat_template_kwargs", "documents"),
+        *refused("the chat template writes what begins a prompt", "add_special_tokens"),
+        *refused(
+            "reasoning is told apart by --reasoning-parser",
+            include_reasoning=True,
+            reasoning_format=("auto", "deepseek"),
+            reasoning_in_content=False,
+            separate_reasoning=True,
+            stream_reasoning=True,
+            thinking_forced_open=False,
+        ),
+        *refused(
+            "tool calls are told apart by --tool-call-parser", "chat_format", parse_tool_calls=True
+        ),
+        *refused("use /v1/completions or /generate for a prompt of token ids", "input_ids"),
+        *refused("the chat template begins the answer", "generation_prompt"),
+        *refused("the model has no such tasks", "task"),
+    )
+
+    def kwargs(self, effort: str | None) -> dict[str, Any]:
+        """Variables of the template. effort: how much to think, as far as the template knows it."""
+        found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            found |= {"enable_thinking": False, "thinking": False}
+        return found | (self.chat_template_kwargs or {})
+
+
+class LastMessageFields(TemplateFields):
+    """What rules how a rendered conversation ends."""
+
+    add_generation_prompt = served(
+        Boolean(), "begin the assistant's turn; the default unless continue_final_message"
+    )
+    continue_final_message = served(
+        Boolean(), "go on from the last message, which is the assistant's", default=False
+    )
+
+    def render(
+        self, messages: Sequence[dict[str, Any]], effort: str | None = None
+    ) -> dict[str, Any]:
+        """Options of `ChatTemplate.render`.
+
+        Raises: InvalidRequest: the last message is to be continued and cannot be.
+        """
+        name, continued = "continue_final_message", self.continue_final_message
+        if continued and self.add_generation_prompt:
+            raise InvalidRequest(
+                f"{name}: cannot be true together with add_generation_prompt", param=name
+            )
+        if continued and messages[-1]["role"] != "assistant":
+            role = messages[-1]["role"]
+            raise InvalidRequest(
+                f"{name}: the last message must be the assistant's, it is the {role}'s", param=name
+            )
+        begun = not continued if self.add_generation_prompt is None else self.add_generation_prompt
+        return {
+            "add_generation_prompt": begun,
+            "continue_final_message": continued,
+            "kwargs": self.kwargs(effort),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A conversation to be gone on with.
+
+    Args:
+        messages, tools, tool_choice: in OpenAI's form, right by themselves.
+        parallel_tool_calls: an answer may call several tools.
+        render: options of `ChatTemplate.render`.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    render: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A chat, ready to be generated. Args: new_parser: makes the parser of one choice's text."""
+
+    prompt_ids: list[int]
+    params: GenerationParams
+    new_parser: Callable[[], AnswerParser]
+
+
+async def plan_chat(
+    conversation: Conversation,
+    params: GenerationParams,
+    rules: Sequence[OutputRule],
+    service: Service,
+) -> ChatPlan:
+    """Renders a chat's prompt, and checks what rules its answer.
+
+    Args: rules: what the answer must look like.
+    Raises: InvalidRequest.
+    """
+    model_format = service.model_format
+    messages, tools = _parsed(conversation)
+    prompt_ids = await _encode(conversation, messages, tools, service)
+    begun = messages[-1]["content"] if conversation.render.get("continue_final_message") else ""
+    params = await model_format.constrained(
+        params, rules, tools=tools, prompt_ids=prompt_ids, begun=begun
+    )
+    return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, tools, begun))
+
+
+async def encode_conversation(conversation: Conversation, service: Service) -> list[int]:
+    """The token ids of a conversation's prompt. Raises: InvalidRequest."""
+    return await _encode(conversation, *_parsed(conversation), service)
+
+
+def _parsed(conversation: Conversation) -> tuple[list[Message], ToolRequest | None]:
+    """The messages, and the tools that the answer may call."""
+    messages = parse_messages(conversation.messages)
+    if not conversation.tools and conversation.tool_choice is None:
+        return messages, None
+    tools = parse_tools(
+        conversation.tools,
+        conversation.tool_choice,
+        parallel=conversation.parallel_tool_calls,
+    )
+    return messages, tools
+
+
+async def _encode(
+    conversation: Conversation,
+    messages: list[Message],
+    tools: ToolRequest | None,
+    service: Service,
+) -> list[int]:
+    messages, more = service.model_format.conversation(messages, tools)
+    return await service.tokenizer.encode_chat(messages, **conversation.render, **more)
