@@ -166,6 +166,11 @@ class OpSet(Protocol):
         """In place residual += x (both [T, D]); returns rms_norm(residual)."""
         ...
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(x - mean(x)) / sqrt(var(x) + eps) * weight over the last dimension; x [..., D] strided,
+        weight [D]. Computed in float32, rounded once to x's type."""
+        ...
+
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, rope: Tensor, *, interleaved: bool
     ) -> None:

@@ -35,6 +35,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual, weight, eps)
 
 
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight.float()).to(x.dtype)
+
+
 def rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Tensor, *, interleaved: bool) -> None:
     dim = rope.shape[-1]
     cos, sin = rope[positions].float().unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R / 2]
@@ -223,6 +230,7 @@ class ReferenceOps:
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
+    layer_norm = staticmethod(layer_norm)
     rotary = staticmethod(rotary)
     store_kv = staticmethod(store_kv)
     extend_attention = staticmethod(extend_attention)

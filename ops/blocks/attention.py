@@ -23,6 +23,7 @@ class Attention:
         rope: [max_positions, R] float32, cosines in the first half of a row and sines in the
             second, R at most head_dim; None: no rotary positions.
         q_norm, k_norm: of each head, before the rotary positions.
+        qk_norm_whole: they are of all heads together instead (OLMo).
     """
 
     heads: int
@@ -35,6 +36,7 @@ class Attention:
     rope_interleaved: bool = False
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    qk_norm_whole: bool = False
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -48,14 +50,9 @@ class Attention:
         return self.heads * self.head_dim, kv, kv
 
     def run(self, x: Tensor, cache: tuple[Tensor, ...], step: DecoderStep, ops: OpSet) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim))  # [T, heads of the part, D]
-            for part in ops.linear(x, self.qkv).split(self.widths, dim=-1)
-        )
-        if self.q_norm is not None:
-            q = ops.rms_norm(q, self.q_norm.weight, self.q_norm.eps)
-        if self.k_norm is not None:
-            k = ops.rms_norm(k, self.k_norm.weight, self.k_norm.eps)
+        q, k, v = ops.linear(x, self.qkv).split(self.widths, dim=-1)
+        q, k = self._heads(q, self.q_norm, ops), self._heads(k, self.k_norm, ops)
+        v = self._heads(v, None, ops)
         if self.rope is not None:
             ops.rotary(q, k, step.positions, self.rope, interleaved=self.rope_interleaved)
         k_pool, v_pool = cache
@@ -63,3 +60,10 @@ class Attention:
         attend = ops.decode_attention if step.attention.max_q_len == 1 else ops.extend_attention
         out = attend(q, k_pool, v_pool, step.attention, self.spec)
         return ops.linear(out.flatten(1), self.o)
+
+    def _heads(self, x: Tensor, norm: Norm | None, ops: OpSet) -> Tensor:
+        """[T, heads, D] for x [T, heads * D], normed."""
+        if norm is not None and self.qk_norm_whole:
+            x, norm = ops.rms_norm(x, norm.weight, norm.eps), None
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads if norm is None else ops.rms_norm(heads, norm.weight, norm.eps)

@@ -58,10 +58,15 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root mean square norm: weight [D], see `OpSet.rms_norm`."""
+    """A root mean square norm: weight [D], see `OpSet.rms_norm`.
+
+    Args:
+        centered: the mean is subtracted first, which makes it `OpSet.layer_norm` (Cohere).
+    """
 
     weight: Weight
     eps: float
+    centered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

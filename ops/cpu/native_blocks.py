@@ -65,16 +65,18 @@ def _attention_fits(mixer: Attention) -> bool:
 
 
 def _fill_attention(block: structs.Block, mixer: Attention, kept: Kept) -> None:
-    q_width, dim, hidden = mixer.widths[0], mixer.head_dim, kept.hidden_size
+    (q_width, kv_width, _), dim, hidden = mixer.widths, mixer.head_dim, kept.hidden_size
+    whole = mixer.qk_norm_whole
     struct = structs.AttentionBlock(
         qkv=kept.linear("qkv", mixer.qkv, sum(mixer.widths), hidden),
         o=kept.linear("o", mixer.o, hidden, q_width),
         heads=mixer.heads,
         kv_heads=mixer.kv_heads,
         head_dim=dim,
-        q_norm=kept.norm("q_norm", mixer.q_norm, dim),
-        k_norm=kept.norm("k_norm", mixer.k_norm, dim),
+        q_norm=kept.norm("q_norm", mixer.q_norm, q_width if whole else dim),
+        k_norm=kept.norm("k_norm", mixer.k_norm, kv_width if whole else dim),
         rope_interleaved=mixer.rope_interleaved,
+        qk_norm_whole=whole,
     )
     if mixer.rope is not None:
         check("rope", mixer.rope, (None, None), FLOATS[0])
@@ -110,7 +112,14 @@ COMPILED_KINDS: dict[type, CompiledKind] = {
 def fits(block: Block) -> bool:
     """Whether the native step covers this block."""
     kind = COMPILED_KINDS.get(type(block.mixer))
-    return kind is not None and not block.parallel and kind.fits(block.mixer)
+    if kind is None or block.parallel or not (norm_fits(block.norm) and norm_fits(block.out_norm)):
+        return False
+    return kind.fits(block.mixer)
+
+
+def norm_fits(norm: Norm | None) -> bool:
+    """Whether the native step has this norm."""
+    return norm is None or not norm.centered
 
 
 def block_struct(block: Block, kept: Kept) -> structs.Block:

@@ -25,6 +25,7 @@ def fits(model: DecoderModel) -> bool:
     return (
         isinstance(model.lm_head, NativeLinear)
         and model.embedding.dtype in FLOATS
+        and native_blocks.norm_fits(model.final_norm)
         and any(isinstance(block.mixer, Attention) for block in model.blocks)
         and all(native_blocks.fits(block) for block in model.blocks)
     )

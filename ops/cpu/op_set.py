@@ -83,6 +83,9 @@ class CpuOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.layer_norm(x, weight, eps)
+
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, rope: Tensor, *, interleaved: bool
     ) -> None:

@@ -62,7 +62,7 @@ class AttentionBlock(ctypes.Structure):
         ("rope_positions", c_int64),
         ("rotary_dim", c_int64),
         ("rope_interleaved", c_int32),
-        ("reserved", c_int32),
+        ("qk_norm_whole", c_int32),
         ("attention", Attention),
     )
 

@@ -30,6 +30,7 @@ class GpuOps:
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
+    layer_norm = staticmethod(reference.layer_norm)
     rotary = staticmethod(rotary)
     store_kv = staticmethod(store_kv)
     extend_attention = staticmethod(extend_attention)

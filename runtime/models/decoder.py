@@ -77,7 +77,11 @@ class Decoder:
         return x if block.residual_scale == 1.0 else x * block.residual_scale
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
-        return x if norm is None else self.ops.rms_norm(x, norm.weight, norm.eps)
+        if norm is None:
+            return x
+        if norm.centered:
+            return self.ops.layer_norm(x, norm.weight, norm.eps)
+        return self.ops.rms_norm(x, norm.weight, norm.eps)
 
     def _added_and_normed(
         self, pending: Tensor | None, residual: Tensor, norm: Norm | None
@@ -85,6 +89,6 @@ class Decoder:
         """In place residual += pending; returns the normed sum."""
         if pending is None:
             return self._normed(residual, norm)
-        if norm is None:
-            return residual.add_(pending)
+        if norm is None or norm.centered:
+            return self._normed(residual.add_(pending), norm)
         return self.ops.add_rms_norm(pending, residual, norm.weight, norm.eps)

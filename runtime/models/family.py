@@ -74,20 +74,24 @@ def sliding_window(config: dict[str, Any]) -> int:
     return values.integer(config, "sliding_window", 0, low=0)
 
 
-def windows_by_type(config: dict[str, Any], default: Callable[[int], bool]) -> tuple[int, ...]:
-    """The sliding window of each layer, 0 for full attention.
+def sliding_layers(config: dict[str, Any], default: Callable[[int], bool]) -> tuple[bool, ...]:
+    """Which layers slide.
 
     Args:
-        default: whether layer i slides where the config has no `layer_types`.
+        default: whether layer i does where the config has no `layer_types`.
     """
-    layers = values.layers(config)
-    window = sliding_window(config)
-    if not window:
-        return (0,) * layers
     types = values.per_layer(config, "layer_types")
     if types is None:
-        return tuple(window if default(i) else 0 for i in range(layers))
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+        return tuple(default(i) for i in range(values.layers(config)))
+    return tuple(kind == "sliding_attention" for kind in types)
+
+
+def windows_by_type(config: dict[str, Any], default: Callable[[int], bool]) -> tuple[int, ...]:
+    """The sliding window of each layer, 0 for full attention. default: see `sliding_layers`."""
+    window = sliding_window(config)
+    if not window:
+        return (0,) * values.layers(config)
+    return tuple(window if slides else 0 for slides in sliding_layers(config, default))
 
 
 def _longest(config: dict[str, Any]) -> int:
@@ -95,10 +99,17 @@ def _longest(config: dict[str, Any]) -> int:
 
 
 def norm(
-    config: dict[str, Any], name: str, *, size: int | None = None, offset: float = 0.0
+    config: dict[str, Any],
+    name: str,
+    *,
+    size: int | None = None,
+    offset: float = 0.0,
+    centered: bool = False,
 ) -> Norm:
-    """A norm of the hidden size, or of `size`. offset: see `Vector`."""
+    """A norm of the hidden size, or of `size`. offset: see `Vector`. centered: see `Norm`."""
     weight = Vector(name, size or values.integer(config, "hidden_size"), offset)
+    if centered:
+        return Norm(weight, values.number(config, "layer_norm_eps", 1e-5), centered=True)
     return Norm(weight, values.number(config, "rms_norm_eps", 1e-6))
 
 
@@ -113,13 +124,16 @@ def attention(
     qkv_bias: bool = False,
     o_bias: bool = False,
     qk_norm_offset: float | None = None,
+    qk_norm_whole: bool = False,
+    rope_interleaved: bool = False,
     qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
 ) -> Attention:
     """Attention as Llama has it, apart from the arguments.
 
     Args:
         dim: of a head; None: the config's. scale: None: dim ** -0.5.
-        qk_norm_offset: the offset of norms on each head of q and k; None: no such norms.
+        qk_norm_offset: the offset of norms on q and k; None: no such norms.
+        qk_norm_whole, rope_interleaved: see `Attention`.
     Raises:
         ModelError: the config's numbers are missing or do not fit together.
     """
@@ -133,10 +147,11 @@ def attention(
             f" num_key_value_heads {kv_heads}"
         )
 
-    def head_norm(name: str) -> Norm | None:
+    def qk_norm(name: str, width: int) -> Norm | None:
         if qk_norm_offset is None:
             return None
-        return norm(config, name, size=dim, offset=qk_norm_offset)
+        size = width if qk_norm_whole else dim
+        return norm(config, name, size=size, offset=qk_norm_offset)
 
     widths = (heads * dim, kv_heads * dim, kv_heads * dim)
     return Attention(
@@ -147,8 +162,10 @@ def attention(
         o=Linear(("self_attn.o_proj",), (hidden,), heads * dim, o_bias),
         spec=AttentionSpec(dim**-0.5 if scale is None else scale, window, soft_cap),
         rope=rope,
-        q_norm=head_norm("self_attn.q_norm"),
-        k_norm=head_norm("self_attn.k_norm"),
+        rope_interleaved=rope_interleaved,
+        q_norm=qk_norm("self_attn.q_norm", widths[0]),
+        k_norm=qk_norm("self_attn.k_norm", widths[1]),
+        qk_norm_whole=qk_norm_whole,
     )
 
 
@@ -189,12 +206,14 @@ def family(
     *,
     tied: bool = False,
     norm_offset: float = 0.0,
+    norm_centered: bool = False,
     **special: Any,
 ) -> Family:
     """A model of these layers.
 
     Args:
-        tied: where the config does not say. norm_offset: of the norm behind the last layer.
+        tied: where the config does not say.
+        norm_offset, norm_centered: of the norm behind the last layer.
         special: fields of `DecoderModel`.
     """
     vocab, hidden = values.integer(config, "vocab_size"), values.integer(config, "hidden_size")
@@ -207,7 +226,7 @@ def family(
             hidden_size=hidden,
             embedding=Linear(("embed_tokens",), (vocab,), hidden),
             layers=layers,
-            final_norm=norm(config, "norm", offset=norm_offset),
+            final_norm=norm(config, "norm", offset=norm_offset, centered=norm_centered),
             lm_head=Linear(("lm_head",), (vocab,), hidden),
             **special,
         ),

@@ -19,7 +19,7 @@ from runtime.models.family import (
     norm,
     windows_by_type,
 )
-from runtime.models.rope import RopeSpec, parse_rope
+from runtime.models.rope import RopeSpec, parse_rope, sliding_rope
 
 if TYPE_CHECKING:
     from ops.blocks.attention import Attention
@@ -39,7 +39,7 @@ def read_gemma3(config: dict[str, Any]) -> Family:
     windows = windows_by_type(config, lambda i: (i + 1) % pattern != 0)
     dim = head_dim(config, 256)
     full = parse_rope(config, dim, layer_type="full_attention", default_theta=1_000_000.0)
-    sliding = _sliding_rope(config, dim)
+    sliding = sliding_rope(config, dim, values.number(config, "rope_local_base_freq", 10_000.0))
     return _family(
         config,
         [
@@ -47,14 +47,6 @@ def read_gemma3(config: dict[str, Any]) -> Family:
             for window in windows
         ],
     )
-
-
-def _sliding_rope(config: dict[str, Any], dim: int) -> RopeSpec:
-    if isinstance(config.get("rope_parameters"), dict):
-        return parse_rope(config, dim, layer_type="sliding_attention")
-    # Before transformers 5 the sliding layers had a base of their own and never a scaling.
-    local = values.number(config, "rope_local_base_freq", 10_000.0)
-    return parse_rope({**config, "rope_scaling": None, "rope_theta": local}, dim)
 
 
 def _cap(config: dict[str, Any], key: str) -> float:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from runtime.errors import ModelError
-from runtime.models import gemma, granite, llama, mistral, phi3, qwen2, qwen3, smollm3
+from runtime.models import (
+    cohere2,
+    gemma,
+    glm,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +36,11 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Family]] = {
     "gemma3_text": gemma.read_gemma3,
     "smollm3": smollm3.read,
     "granite": granite.read,
+    "olmo2": olmo.read_olmo2,
+    "olmo3": olmo.read_olmo3,
+    "glm": glm.read_glm,
+    "glm4": glm.read_glm4,
+    "cohere2": cohere2.read,
 }
 
 

@@ -208,6 +208,17 @@ def parse_rope(
     return spec
 
 
+def sliding_rope(config: dict[str, Any], head_dim: int, theta: float) -> RopeSpec:
+    """The rotary embedding of sliding layers, in families that scale the others alone.
+
+    Args:
+        theta: theirs, where the config has no entry for them (before transformers 5).
+    """
+    if isinstance(config.get("rope_parameters"), dict):
+        return parse_rope(config, head_dim, layer_type="sliding_attention", default_theta=theta)
+    return parse_rope({**config, "rope_scaling": None, "rope_theta": theta}, head_dim)
+
+
 def _first(
     one: dict[str, Any],
     other: dict[str, Any],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers.activations import ACT2FN
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotary
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -53,6 +54,16 @@ def test_rms_norm_equals_llama(dtype: torch.dtype) -> None:
     with torch.no_grad():
         norm.weight.copy_(torch.randn(33, generator=generator))
         assert torch.equal(reference.rms_norm(x, norm.weight, 1e-5), norm(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_layer_norm_equals_cohere(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = (torch.randn(6, 33, generator=generator) + 2).to(dtype)
+    norm = Cohere2LayerNorm(33, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(33, generator=generator))
+        assert torch.equal(reference.layer_norm(x, norm.weight, 1e-5), norm(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])

@@ -70,11 +70,11 @@ struct LoomNorm {
 struct LoomAttentionBlock {
   LoomLinear qkv, o;
   int64_t heads, kv_heads, head_dim;
-  LoomNorm q_norm, k_norm;  // of each head
+  LoomNorm q_norm, k_norm;  // of each head, or of all heads together
   const float* rope;        // [rope_positions, rotary_dim] or null
   int64_t rope_positions, rotary_dim;
   int32_t rope_interleaved;
-  int32_t reserved;
+  int32_t qk_norm_whole;
   LoomAttention attention;
 };
 

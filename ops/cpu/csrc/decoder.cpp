@@ -189,9 +189,11 @@ class Step {
 
   static void place_heads(float* x, int64_t heads, const LoomAttentionBlock& a,
                           const LoomNorm& norm, const float* rope) {
+    bool whole = a.qk_norm_whole != 0;
+    if (norm.weight && whole) rms_norm_row(x, norm.weight, heads * a.head_dim, norm.eps, x);
     for (int64_t h = 0; h < heads; h++) {
       float* head = x + h * a.head_dim;
-      if (norm.weight) rms_norm_row(head, norm.weight, a.head_dim, norm.eps, head);
+      if (norm.weight && !whole) rms_norm_row(head, norm.weight, a.head_dim, norm.eps, head);
       if (rope) rotate_head(head, rope, a.rotary_dim, a.rope_interleaved != 0);
     }
   }

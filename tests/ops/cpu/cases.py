@@ -82,6 +82,7 @@ TINY: dict[str, Any] = {
     "activations": ("silu", "silu"),
     "soft_caps": (0.0, 0.0),
     "qk_norm": False,
+    "qk_norm_whole": False,
     "pre_norms": True,
     "post_norms": False,
     "parallel": False,
@@ -111,7 +112,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "granite": {"residual_scale": 0.3, "logit_scale": 0.2, "embed_scale": 3.0, "scale": 0.1},
     "gelu": {"rope_interleaved": True, "activations": ("gelu", "gelu")},
     "partial_rope": {"rotary_dims": (6, 0)},
-    "olmo2": {"pre_norms": False, "post_norms": True},
+    "olmo2": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
     "unlike_layers": {
         "heads": (6, 4),
         "kv_heads": (2, 4),
@@ -156,7 +157,7 @@ def tiny_model(
     def attention(i: int) -> Attention:
         heads, kv_heads, dim = (shape[name][i] for name in ("heads", "kv_heads", "head_dim"))
         sinks = torch.randn(heads, generator=rand)
-        rotary_dim = shape["rotary_dims"][i]
+        rotary_dim, whole = shape["rotary_dims"][i], shape["qk_norm_whole"]
         return Attention(
             heads=heads,
             kv_heads=kv_heads,
@@ -171,8 +172,9 @@ def tiny_model(
             ),
             rope=rope_table(600, rotary_dim) if rotary_dim else None,
             rope_interleaved=shape["rope_interleaved"],
-            q_norm=norm(dim, shape["qk_norm"]),
-            k_norm=norm(dim, shape["qk_norm"]),
+            q_norm=norm(heads * dim if whole else dim, shape["qk_norm"]),
+            k_norm=norm(kv_heads * dim if whole else dim, shape["qk_norm"]),
+            qk_norm_whole=whole,
         )
 
     def mlp(i: int) -> DenseMlp:

@@ -63,6 +63,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 8,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+                "full_attention": {"rope_type": "yarn", "rope_theta": 5e3, "factor": 8.0}
+                | {"original_max_position_embeddings": 64},
+            },
+        },
+    ),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": False}),
+    "phi4-mini": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}
+            | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
+            | {"short_factor": [1.0, 1.3, 2.2], "long_factor": [4.0] * 3},
+        },
+    ),
+    "cohere2": ("cohere2", {"sliding_window": 8, "logit_scale": 0.4}),
+    "cohere2-untied": (
+        "cohere2",
+        {
+            "sliding_window": 8,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "logit_scale": 4.0,
+        }
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
 }
 
 
