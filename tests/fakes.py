@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from runtime.request import Request
+    from server.generation.output import Delta, RequestStream
     from server.service import Service
 
 IM_START, IM_END = 256, 257
@@ -123,6 +124,18 @@ class FakeServer:
             found.capacity_tokens
         )
         assert found.free_rows == scheduler.config.max_running_requests
+
+
+def live(service: Service) -> int:
+    """Choices that a client waits for."""
+    return len(service.engine._live)
+
+
+async def deltas_of(stream: RequestStream) -> AsyncIterator[Delta]:
+    """Every delta until all choices have ended."""
+    while news := await stream.take():
+        for delta in news:
+            yield delta
 
 
 def make_fake_service(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from runtime.request import Finish
     from server.generation.generator import Generation, Usage
+    from server.generation.output import Delta
     from server.generation.params import GenerationParams
-    from server.generation.streams import Delta
     from server.http.errors import ErrorAnswer
     from server.service import Service
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from server.api.json_schema import Schema
     from server.api.kinds import Reading
     from server.generation.generator import Generation, Generator
+    from server.generation.output import Delta
     from server.generation.params import ApiLimits, GenerationParams
-    from server.generation.streams import Delta
     from server.service import Service
     from server.text.tokenizer import Tokenizer
 

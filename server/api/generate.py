@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from server.api.json_schema import Schema
     from server.api.kinds import Reading
     from server.generation.generator import Generation
+    from server.generation.output import Delta
     from server.generation.params import ApiLimits, GenerationParams
-    from server.generation.streams import Delta
     from server.service import Service
 
 DEFAULT_NEW_TOKENS = 128

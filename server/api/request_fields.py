@@ -104,6 +104,7 @@ def generation_params(
         stream=request.stream,
         include_wait_times=request.include_wait_times,
         stops=sampling.stop_rules(),
+        include_stop=sampling.include_stop_str_in_output,
         bad_words=sampling.bad_words or (),
         skip_special_tokens=sampling.skip_special_tokens,
         hide_output=max_tokens == 0,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from server.formats.answer_parser import AnswerParser
     from server.formats.events import Event
     from server.generation.generator import Generation
-    from server.generation.streams import Delta
+    from server.generation.output import Delta
     from server.http.errors import ErrorAnswer
     from server.service import Service
 

@@ -93,11 +93,11 @@ class SamplingFields(Body):
     skip_special_tokens = served(Boolean(), "the text shows no special tokens", default=True)
     unserved = SAMPLING
 
-    def stop_rules(self) -> StopRules:
+    def stop_rules(self) -> StopRules | None:
         """Raises: InvalidRequest: an expression that cannot be compiled."""
-        return compile_stops(
-            self.stop or (), self.stop_regex or (), self.include_stop_str_in_output
-        )
+        if not self.stop and not self.stop_regex:
+            return None
+        return compile_stops(self.stop or (), self.stop_regex or ())
 
     def sampling(
         self, limits: ApiLimits, max_tokens: int | None, logprobs: int | None

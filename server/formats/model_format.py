@@ -132,7 +132,7 @@ class ModelFormat:
         stops = sampling.stop_token_ids
         return replace(
             params,
-            grammar=lambda: grammar.matcher(sampling.min_tokens, stops),
+            new_matcher=lambda: grammar.matcher(sampling.min_tokens, stops),
             # The matcher holds the end back itself, and only where the grammar leaves a choice.
             sampling=replace(sampling, min_tokens=0),
         )

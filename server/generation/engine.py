@@ -17,15 +17,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runtime.errors import EngineDead, GenerationFailed, LoomserveError
 from runtime.request import Finish, FinishReason
 from runtime.runner import failed_step
 from runtime.step_records import StepRecord, StepRecords
-from server.generation.sequence import Sequence
-from server.generation.streams import RequestStream
+from server.generation.output import ChoiceOutput, RequestStream
 from server.generation.token_masks import needs_mask, token_masks
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
     from server.generation.metrics import Metrics
-    from server.generation.sequence import OutputRules
+    from server.generation.output import OutputRules
     from server.text.tokenizer import Tokenizer
 
 log = logging.getLogger("loomserve.engine")
@@ -55,21 +54,6 @@ class _InFlight:
     planned_s: float
     launched_s: float
     masked_rows: int = 0
-
-
-@dataclass(slots=True)
-class _Wake:
-    """Wakes the idle loop."""
-
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def wait(self, limit_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(limit_s):
-                await self.event.wait()
-        except TimeoutError:
-            pass
-        self.event.clear()
 
 
 class Engine:
@@ -98,9 +82,9 @@ class Engine:
         self.records = StepRecords()
         self.dead: EngineDead | None = None
         self._overlap = overlap
-        self._live: dict[str, Sequence] = {}
-        self._masked_live = 0  # live sequences that need token masks
-        self._wake = _Wake()
+        self._live: dict[str, ChoiceOutput] = {}
+        self._masked_live = 0  # live choices that need token masks
+        self._wake = asyncio.Event()  # of the idle loop
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self._broken: str | None = None  # the last failed recount that was reported
@@ -115,11 +99,11 @@ class Engine:
     async def stop(self) -> None:
         """Ends every request, waits for the steps in flight, ends the loop. Idempotent."""
         self._stopping = True
-        for sequence in list(self._live.values()):
-            self.scheduler.abort(sequence.request.request_id)
-            self._leave(sequence, "abort")
-            sequence.stream.fail(EngineDead("the server is stopping"))
-        self._wake.event.set()
+        for choice in list(self._live.values()):
+            self.scheduler.abort(choice.request.request_id)
+            self._leave(choice, "abort")
+            choice.stream.fail(EngineDead("the server is stopping"))
+        self._wake.set()
         if self._task is not None:
             await self._task
 
@@ -133,30 +117,25 @@ class Engine:
         if self._stopping:
             raise EngineDead("the server is stopping")
         stream = RequestStream(requests)
-        sequences = [
-            Sequence(index, stream, rules, self.tokenizer) for index in range(len(requests))
+        choices = [
+            ChoiceOutput(index, stream, rules, self.tokenizer) for index in range(len(requests))
         ]
         now = self.clock()
         displaced = self.scheduler.add_group(requests, now)
-        for sequence in sequences:
-            self._follow(sequence)
+        for choice in choices:
+            self._follow(choice)
         self._deliver(displaced, now)
-        self._wake.event.set()
+        self._wake.set()
         return stream
 
     def abort(self, stream: RequestStream, message: str | None = None) -> None:
-        """Ends what is left of a stream's sequences. Unknown or ended ones are left alone."""
+        """Ends what is left of a stream's choices. Unknown or ended ones are left alone."""
         for request in stream.requests:
-            sequence = self._live.get(request.request_id)
-            if sequence is not None:
+            choice = self._live.get(request.request_id)
+            if choice is not None:
                 self.scheduler.abort(request.request_id, message)
-                self._close(sequence, Finish(FinishReason.ABORT, message=message))
-                self._wake.event.set()
-
-    @property
-    def live(self) -> int:
-        """Sequences that a client waits for."""
-        return len(self._live)
+                self._close(choice, Finish(FinishReason.ABORT, message=message))
+                self._wake.set()
 
     # The loop
 
@@ -168,9 +147,9 @@ class Engine:
             known = isinstance(error, EngineDead)
             message = str(error) if known else f"internal error ({_kind(error)})"
             self.dead = EngineDead(f"the engine has stopped: {message}")
-            for sequence in list(self._live.values()):
-                self._leave(sequence, "error")
-                sequence.stream.fail(self.dead)
+            for choice in list(self._live.values()):
+                self._leave(choice, "error")
+                choice.stream.fail(self.dead)
             if not isinstance(error, Exception):
                 raise
 
@@ -256,51 +235,59 @@ class Engine:
     async def _rest(self) -> None:
         """Nothing to compute: waits for work, or for the clock where requests wait for it."""
         if self.scheduler.has_unfinished:
-            await self._wake.wait(POLL_SECONDS)
+            await self._woken(POLL_SECONDS)
             return
         if self._stopping:
             return
         while self.scheduler.check_some():
             await asyncio.sleep(0)
-            if self._wake.event.is_set():  # what comes meanwhile goes first
+            if self._wake.is_set():  # what comes meanwhile goes first
                 return
         broken = self.scheduler.statistics().invariant_error
         if broken is not None and broken != self._broken:
             self._broken = broken
             log.error("the scheduler's books are wrong, serving goes on: %s", broken)
-        await self._wake.wait(None)
+        await self._woken(None)
+
+    async def _woken(self, limit_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
 
     # Tokens to text to streams. Whatever goes wrong here for one request ends that one alone.
 
     def _deliver(self, news: list[RequestOutput], now: float) -> None:
         live = self._live
         for output in news:
-            sequence = live.get(output.request.request_id)
-            if sequence is None:  # ended already: a late token of the step in flight
+            choice = live.get(output.request.request_id)
+            if choice is None:  # ended already: a late token of the step in flight
                 continue
             try:
-                finish = sequence.advance(output)
-                self.metrics.tokens(sequence, len(output.token_ids), now)
+                finish = choice.advance(output)
+                self.metrics.tokens(choice, len(output.token_ids), now)
             except Exception as error:
-                self._fail(sequence, error)
+                self._fail(choice, error)
                 continue
             if finish is not None:
                 if finish is not output.finish:  # found in the text: the scheduler must be told
                     self.scheduler.finish(output.request.request_id, finish)
-                self._leave(sequence, finish.reason.value)
+                self._leave(choice, finish.reason.value)
 
-    def _close(self, sequence: Sequence, finish: Finish) -> None:
-        """Ends a sequence from outside; its rows and pages follow when no step names them."""
+    def _close(self, choice: ChoiceOutput, finish: Finish) -> None:
+        """Ends a choice from outside; its rows and pages follow when no step names them."""
         try:
-            sequence.close(finish)
+            choice.close(finish)
         except Exception as error:
-            self._fail(sequence, error)
+            self._fail(choice, error)
         else:
-            self._leave(sequence, finish.reason.value)
+            self._leave(choice, finish.reason.value)
 
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence that cannot go on, with the error its client gets."""
-        request_id = sequence.request.request_id
+    def _fail(self, choice: ChoiceOutput, error: Exception) -> None:
+        """Ends a choice that cannot go on, with the error its client gets."""
+        request_id = choice.request.request_id
         if isinstance(error, LoomserveError):
             told = error
         else:
@@ -309,32 +296,32 @@ class Engine:
                 f"the output cannot be processed: internal error ({_kind(error)})"
             )
         self.scheduler.finish(request_id, Finish(FinishReason.ERROR, message=str(told)))
-        self._leave(sequence, "error")
-        sequence.stream.fail(told)
+        self._leave(choice, "error")
+        choice.stream.fail(told)
 
-    def _follow(self, sequence: Sequence) -> None:
-        self._live[sequence.request.request_id] = sequence
-        self._masked_live += sequence.masked
-        if sequence.grammar is not None:
-            sequence.grammar.start(lambda: self._grammar_known(sequence))
+    def _follow(self, choice: ChoiceOutput) -> None:
+        self._live[choice.request.request_id] = choice
+        self._masked_live += choice.masked
+        if choice.matcher is not None:
+            choice.matcher.start(lambda: self._grammar_known(choice))
 
-    def _grammar_known(self, sequence: Sequence) -> None:
+    def _grammar_known(self, choice: ChoiceOutput) -> None:
         """A grammar that a request waits for is compiled, or cannot be enforced."""
-        assert sequence.grammar is not None
-        if sequence.grammar.refused is not None:
-            self._fail(sequence, sequence.grammar.refused)
-        self._wake.event.set()
+        assert choice.matcher is not None
+        if choice.matcher.refused is not None:
+            self._fail(choice, choice.matcher.refused)
+        self._wake.set()
 
-    def _leave(self, sequence: Sequence, reason: str) -> None:
-        """Nobody waits for a sequence any more."""
-        del self._live[sequence.request.request_id]
-        self._masked_live -= sequence.masked
+    def _leave(self, choice: ChoiceOutput, reason: str) -> None:
+        """Nobody waits for a choice any more."""
+        del self._live[choice.request.request_id]
+        self._masked_live -= choice.masked
         try:
-            if sequence.grammar is not None:
-                sequence.grammar.close()
-            self.metrics.finished(sequence, reason, self.clock())
+            if choice.matcher is not None:
+                choice.matcher.close()
+            self.metrics.finished(choice, reason, self.clock())
         except Exception:
-            log.exception("request %s could not be counted", sequence.request.request_id)
+            log.exception("request %s could not be counted", choice.request.request_id)
 
     def _record(
         self, flight: _InFlight, done: float, device_s: float = 0.0, failed: str | None = None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import ContextTooLong, GenerationFailed, InvalidRequest, QueueFull
 from runtime.request import FinishReason, Request
 from server.generation.bad_words import BadWords
-from server.generation.sequence import OutputRules
+from server.generation.output import OutputRules
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from runtime.errors import LoomserveError
     from runtime.request import Finish, SamplingParams
     from server.generation.engine import Engine
+    from server.generation.output import Delta, RequestStream
     from server.generation.params import ApiLimits, GenerationParams
-    from server.generation.streams import Delta, RequestStream
     from server.text.tokenizer import Tokenizer
 
 # Choices of one seeded request get seeds this far apart (2**64 / golden ratio, made odd).
@@ -201,7 +201,8 @@ class Generator:
                 raise InvalidRequest("prompt: is empty; it must have at least one token")
         rules = OutputRules(
             stops=params.stops,
-            bad_words=self._bad_words(params.bad_words),
+            include_stop=params.include_stop,
+            bad_words=self._bad_words(params.bad_words) if params.bad_words else None,
             skip_special_tokens=params.skip_special_tokens,
         )
         stream = self.engine.submit(self._requests(prompts, params, request_id), rules)
@@ -228,7 +229,7 @@ class Generator:
                     priority=params.priority,
                     namespace=params.cache_salt,
                     deadline_s=now + timeout if timeout else None,
-                    grammar=params.grammar() if params.grammar is not None else None,
+                    grammar=params.new_matcher() if params.new_matcher is not None else None,
                 )
                 for choice in range(params.best_of)
             ]
@@ -255,7 +256,8 @@ class Generator:
 
     def _special_stops(self, params: GenerationParams) -> set[int]:
         """Ids of stop strings that are one special token: hidden in the text, they stop by id."""
-        found = (self.tokenizer.special_id(stop) for stop in params.stops.strings)
+        strings = () if params.stops is None else params.stops.strings
+        found = (self.tokenizer.special_id(stop) for stop in strings)
         return {i for i in found if i is not None}
 
     def _bad_words(self, words: Sequence[str]) -> BadWords | None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from runtime.request import Request
     from runtime.scheduling.statistics import SchedulerStatistics
     from runtime.step_records import StepRecord
-    from server.generation.sequence import Sequence as OutputSequence
+    from server.generation.output import ChoiceOutput
 
 LATENCY_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25),
@@ -93,19 +93,19 @@ class Metrics:
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
 
-    def tokens(self, sequence: OutputSequence, count: int, now: float) -> None:
-        """A sequence got `count` tokens at the moment `now`."""
+    def tokens(self, choice: ChoiceOutput, count: int, now: float) -> None:
+        """A choice got `count` tokens at the moment `now`."""
         if not count:
             return
         self.generation_tokens += count
-        last = sequence.last_token_s
-        sequence.last_token_s = now
+        last = choice.last_token_s
+        choice.last_token_s = now
         if last is not None:
             self.inter_token_latency.observe((now - last) / count)
             return
-        sequence.first_token_s = now
-        request = sequence.request
-        self.time_to_first_token.observe(now - sequence.arrival_s)
+        choice.first_token_s = now
+        request = choice.request
+        self.time_to_first_token.observe(now - choice.arrival_s)
         waited = self.waited_seconds(request)
         self.queue_time.observe(sum(waited.values()))
         for term, seconds in waited.items():
@@ -113,15 +113,15 @@ class Metrics:
         self.prompt_tokens += len(request.input_ids)
         self.cached_tokens += request.cached_tokens
 
-    def finished(self, sequence: OutputSequence, reason: str, now: float) -> None:
-        """A sequence has ended, in whatever way; every submitted one does so exactly once."""
+    def finished(self, choice: ChoiceOutput, reason: str, now: float) -> None:
+        """A choice has ended, in whatever way; every submitted one does so exactly once."""
         self.by_finish[reason] += 1
-        self.request_latency.observe(now - sequence.arrival_s)
-        self.request_prompt_tokens.observe(len(sequence.request.input_ids))
-        self.request_generation_tokens.observe(sequence.completion_tokens)
-        first, count = sequence.first_token_s, sequence.completion_tokens
-        if first is not None and sequence.last_token_s is not None and count > 1:
-            self.time_per_output_token.observe((sequence.last_token_s - first) / (count - 1))
+        self.request_latency.observe(now - choice.arrival_s)
+        self.request_prompt_tokens.observe(len(choice.request.input_ids))
+        self.request_generation_tokens.observe(choice.completion_tokens)
+        first, count = choice.first_token_s, choice.completion_tokens
+        if first is not None and choice.last_token_s is not None and count > 1:
+            self.time_per_output_token.observe((choice.last_token_s - first) / (count - 1))
 
     def step(self, record: StepRecord) -> None:
         """A step was committed, or has failed."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from server.generation.stop_rules import NO_STOPS
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runtime.request import SamplingParams
-    from server.generation.sequence import Grammar
+    from server.generation.output import Matcher
     from server.generation.stop_rules import StopRules
 
 
@@ -66,7 +64,8 @@ class GenerationParams:
         default_tokens: of an answer, where sampling.max_new_tokens is None: so many, or as many as
             fit; None: as many as fit.
         timeout_s: from arrival to the end; None: the server's.
-        grammar: makes the constraint of one choice, or None.
+        include_stop: the text shows what ends it, be that a stop or a token.
+        new_matcher: makes the matcher of one choice, where a grammar rules the output.
     """
 
     sampling: SamplingParams
@@ -75,7 +74,8 @@ class GenerationParams:
     include_wait_times: bool = False
     n: int = 1
     best_of: int = 1
-    stops: StopRules = NO_STOPS
+    stops: StopRules | None = None
+    include_stop: bool = False
     bad_words: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     echo: bool = False
@@ -85,4 +85,4 @@ class GenerationParams:
     cache_salt: str = ""
     default_tokens: int | None = None
     timeout_s: float | None = None
-    grammar: Callable[[], Grammar] | None = None
+    new_matcher: Callable[[], Matcher] | None = None

@@ -23,19 +23,10 @@ class StopRules:
 
     strings: tuple[str, ...] = ()
     expressions: tuple[Expression, ...] = ()
-    include_in_output: bool = False
     automaton: StopStrings | None = None  # of the strings
 
-    def __bool__(self) -> bool:
-        return bool(self.strings or self.expressions)
 
-
-NO_STOPS = StopRules()
-
-
-def compile_stops(
-    strings: tuple[str, ...], expressions: tuple[str, ...] = (), include_in_output: bool = False
-) -> StopRules:
+def compile_stops(strings: tuple[str, ...], expressions: tuple[str, ...] = ()) -> StopRules:
     """Rules from what a request gave. None of the strings is empty.
 
     Raises: InvalidRequest: an expression that cannot be compiled, or that matches empty text; more
@@ -44,21 +35,20 @@ def compile_stops(
     return StopRules(
         strings,
         compile_expressions(expressions),
-        include_in_output,
         StopStrings(strings) if strings else None,
     )
 
 
 class StopScanner:
-    """Where one text stands against its stop rules."""
+    """Where one text stands against its stop rules. Args: include: the text shows what ends it."""
 
     __slots__ = ("_automaton", "_expressions", "_held", "_include_stop", "_state", "matched")
 
-    def __init__(self, rules: StopRules) -> None:
+    def __init__(self, rules: StopRules, *, include: bool = False) -> None:
         self._automaton = rules.automaton
         self._state = 0
         self._expressions = ExpressionScanner(rules.expressions) if rules.expressions else None
-        self._include_stop = rules.include_in_output
+        self._include_stop = include
         self._held = ""
         self.matched: str | None = None  # the stop string, or the source of the expression
 

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from runtime.scheduling.schedule_batch import ScheduleBatch
-    from server.generation.sequence import Sequence
+    from server.generation.output import ChoiceOutput
 
 
-def needs_mask(batch: ScheduleBatch, live: Mapping[str, Sequence]) -> bool:
+def needs_mask(batch: ScheduleBatch, live: Mapping[str, ChoiceOutput]) -> bool:
     """Whether any sampled row of the step is constrained."""
     return bool(_constrained(batch, live))
 
 
 def token_masks(
     batch: ScheduleBatch,
-    live: Mapping[str, Sequence],
+    live: Mapping[str, ChoiceOutput],
     vocab_size: int,
-    fail: Callable[[Sequence, Exception], None],
+    fail: Callable[[ChoiceOutput, Exception], None],
 ) -> SampleMasks | None:
     """Masks of the step's constrained rows; None where there are none.
 
@@ -35,20 +35,20 @@ def token_masks(
     if not rows:
         return None
     bits = all_allowed(len(rows), vocab_size)
-    for row_bits, sequence in zip(bits, rows.values(), strict=True):
+    for row_bits, choice in zip(bits, rows.values(), strict=True):
         try:
-            sequence.fill_mask(row_bits)
+            choice.fill_mask(row_bits)
         except Exception as error:
             row_bits.fill(-1)
-            fail(sequence, error)
+            fail(choice, error)
     return SampleMasks(rows=list(rows), bits=bits)
 
 
-def _constrained(batch: ScheduleBatch, live: Mapping[str, Sequence]) -> dict[int, Sequence]:
-    """By index into `batch.sampled`, the sequences that need a mask."""
-    found: dict[int, Sequence] = {}
+def _constrained(batch: ScheduleBatch, live: Mapping[str, ChoiceOutput]) -> dict[int, ChoiceOutput]:
+    """By index into `batch.sampled`, the choices that need a mask."""
+    found: dict[int, ChoiceOutput] = {}
     for index, row in enumerate(batch.sampled):
-        sequence = live.get(batch.requests[row].request_id)
-        if sequence is not None and sequence.masked:
-            found[index] = sequence
+        choice = live.get(batch.requests[row].request_id)
+        if choice is not None and choice.masked:
+            found[index] = choice
     return found

@@ -105,7 +105,7 @@ class GrammarMatcher:
         "refused",
     )
 
-    def __init__(self, grammar: Grammar, ends: NDArray[np.int64], min_tokens: int) -> None:
+    def __init__(self, grammar: GrammarSpec, ends: NDArray[np.int64], min_tokens: int) -> None:
         self._grammar = grammar
         self._compilation = grammar.compiler.finished(grammar.key)
         self._matcher: LLMatcher | None = None
@@ -184,7 +184,7 @@ class GrammarMatcher:
         return self.failed is None and bool(self._started().is_stopped())
 
 
-class Grammar:
+class GrammarSpec:
     """A grammar that a request asks for, from which its choices' matchers start.
 
     Args: param: the request's field that it came from, for messages.
@@ -272,12 +272,12 @@ class GrammarCompiler:
         self._cache_size = cache_size
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
 
-    def grammar(self, source: Source, param: str) -> Grammar:
+    def grammar(self, source: Source, param: str) -> GrammarSpec:
         """A grammar to make matchers of; nothing is compiled before one is started.
 
         Raises: InvalidRequest: naming `param`.
         """
-        return Grammar(self, source, param)
+        return GrammarSpec(self, source, param)
 
     def prepare(self) -> None:
         """Makes the tokenizer now: that holds the interpreter (0.2 s for 50,000 tokens), which
@@ -292,7 +292,7 @@ class GrammarCompiler:
             self._finished.move_to_end(key)
         return found
 
-    def join(self, matcher: GrammarMatcher, grammar: Grammar) -> Compilation:
+    def join(self, matcher: GrammarMatcher, grammar: GrammarSpec) -> Compilation:
         """Adds one who waits; equal sources are compiled once, also while that goes on."""
         compilation = self._going_on.get(grammar.key)
         if compilation is None:
@@ -308,7 +308,7 @@ class GrammarCompiler:
         compilation.waiting.append(matcher)
         return compilation
 
-    def leave(self, matcher: GrammarMatcher, grammar: Grammar) -> None:
+    def leave(self, matcher: GrammarMatcher, grammar: GrammarSpec) -> None:
         """Takes out one who waited. What nobody waits for and has not begun is dropped."""
         compilation = self._going_on.get(grammar.key)
         if compilation is None or matcher not in compilation.waiting:

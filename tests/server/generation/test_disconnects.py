@@ -9,7 +9,7 @@ import random
 import pytest
 from aiohttp import ClientConnectionError, ClientSession, TCPConnector
 
-from tests.fakes import fake_runner, fake_server
+from tests.fakes import fake_runner, fake_server, live
 
 
 async def use_and_leave(client: ClientSession, url: str, rng: random.Random) -> str:
@@ -70,7 +70,7 @@ async def test_500_requests_with_random_disconnects_give_everything_back(disable
         ended = server.service.metrics.by_finish
         assert ended["error"] == ended["timeout"] == 0
         assert ended["abort"] > 0
-        assert server.service.engine.live == 0
+        assert live(server.service) == 0
         await server.complete(max_tokens=3)
 
 

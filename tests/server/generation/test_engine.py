@@ -11,9 +11,9 @@ import pytest
 from runtime.errors import EngineDead
 from runtime.request import SamplingParams
 from runtime.simulation.sim_runner import SimRunner
+from server.generation.output import OutputRules
 from server.generation.params import GenerationParams
-from server.generation.sequence import OutputRules
-from tests.fakes import VOCAB_SIZE, counts, fake_runner, fake_server, says
+from tests.fakes import VOCAB_SIZE, counts, fake_runner, fake_server, live, says
 
 
 class Faulty(SimRunner):
@@ -130,7 +130,7 @@ async def test_a_dead_engine_answers_503_everywhere_at_once():
     async with asyncio.timeout(10), fake_server() as server:
         running = [asyncio.create_task(text_of(prompt)) for prompt in "ab"]
         # No event says "both run": whatever has to happen happens between two turns of the loop.
-        while server.service.engine.live < 2:  # noqa: ASYNC110
+        while live(server.service) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
         server.service.engine.scheduler.plan = broken_plan
         for text in await asyncio.gather(*running):

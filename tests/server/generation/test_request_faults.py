@@ -10,9 +10,9 @@ import pytest
 
 from runtime.errors import EngineDead, GenerationFailed
 from runtime.request import Request, SamplingParams
-from server.generation import metrics, sequence
-from server.generation.sequence import OutputRules
-from tests.fakes import fake_runner, fake_server, make_fake_service
+from server.generation import metrics, output
+from server.generation.output import OutputRules
+from tests.fakes import deltas_of, fake_runner, fake_server, live, make_fake_service
 from tests.server.generation.grammars import Scripted
 
 SECRET = "secret detail"
@@ -28,7 +28,7 @@ def request_of(prompt, grammar=None, tokens=9):
 
 
 async def read(stream):
-    return [delta async for delta in stream]
+    return [delta async for delta in deltas_of(stream)]
 
 
 @pytest.mark.parametrize("disable_overlap", [False, True], ids=["overlap", "no-overlap"])
@@ -69,7 +69,7 @@ def breaks_for_x(original):
     """A function that fails for a sequence whose prompt begins with X."""
 
     def wrapper(self, *arguments):
-        found = next(a for a in (self, *arguments) if isinstance(a, sequence.Sequence))
+        found = next(a for a in (self, *arguments) if isinstance(a, output.ChoiceOutput))
         if found.request.input_ids[0] == ord("X") and found.completion_tokens > 2:
             raise ZeroDivisionError(SECRET)
         return original(self, *arguments)
@@ -81,9 +81,9 @@ def breaks_for_x(original):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        pytest.param(sequence.Sequence, "_take", id="text"),
-        pytest.param(sequence.Sequence, "close", id="last-text"),
-        pytest.param(sequence.Sequence, "fill_mask", id="mask"),
+        pytest.param(output.ChoiceOutput, "_take", id="text"),
+        pytest.param(output.ChoiceOutput, "close", id="last-text"),
+        pytest.param(output.ChoiceOutput, "fill_mask", id="mask"),
         pytest.param(metrics.Metrics, "tokens", id="metrics"),
     ],
 )
@@ -119,7 +119,7 @@ async def test_counting_that_fails_at_the_end_takes_nothing_from_anybody(monkeyp
 
 
 async def test_leaving_and_stopping_get_over_text_that_cannot_be_ended(monkeypatch):
-    monkeypatch.setattr(sequence.Sequence, "close", broken)
+    monkeypatch.setattr(output.ChoiceOutput, "close", broken)
     async with fake_server() as server:
         engine = server.service.engine
         stream = engine.submit([request_of([1], tokens=500)], OutputRules())
@@ -159,7 +159,7 @@ async def test_a_request_that_cannot_be_followed_is_not_queued(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         service.engine.submit([request_of([1])], OutputRules())
     assert not service.engine.scheduler.has_unfinished
-    assert service.engine.live == 0
+    assert live(service) == 0
     service.tokenizer.close()
     service.model_format.close()
 

@@ -11,8 +11,8 @@ import pytest
 from runtime.errors import EngineDead, GenerationFailed
 from runtime.request import FinishReason, Request, SamplingParams
 from server.generation.bad_words import BadWords
-from server.generation.sequence import OutputRules
-from tests.fakes import fake_server, make_fake_service
+from server.generation.output import OutputRules
+from tests.fakes import deltas_of, fake_server, make_fake_service
 from tests.server.generation.faulty_runner import PARTS, FaultyRunner
 from tests.server.generation.grammars import Scripted
 
@@ -63,7 +63,7 @@ def requests():
 
 async def read(stream):
     ids = []
-    async for delta in stream:
+    async for delta in deltas_of(stream):
         ids += delta.token_ids
         if delta.finish is not None and delta.finish.reason is FinishReason.ERROR:
             raise GenerationFailed(delta.finish.message)

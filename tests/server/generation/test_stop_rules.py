@@ -15,7 +15,7 @@ from server.generation.stop_strings import StopStrings
 
 def scan(pieces, strings=(), expressions=(), include=False):
     """Text shown after each piece, then the flush, and what matched."""
-    scanner = StopScanner(compile_stops(tuple(strings), tuple(expressions), include))
+    scanner = StopScanner(compile_stops(tuple(strings), tuple(expressions)), include=include)
     shown = []
     for piece in pieces:
         shown.append(scanner.feed(piece))

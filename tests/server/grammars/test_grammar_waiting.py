@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from runtime.errors import EngineDead
-from server.generation.sequence import OutputRules
+from server.generation.output import OutputRules
 from server.grammars import compiler as compiler_module
-from tests.fakes import fake_server
+from tests.fakes import fake_server, live
 
 BOTH_LOOPS = pytest.mark.parametrize("disable_overlap", [False, True], ids=["overlap", "no-overlap"])  # fmt: skip
 COLOURS = {"guided_choice": ["red", "green"]}
@@ -185,7 +185,7 @@ async def test_a_client_that_leaves_takes_its_compilation_along(gate):
         await until(lambda: len(gate.begun) == 2)  # as many as there are threads
         for task in tasks[1:]:
             task.cancel()
-        await until(lambda: server.service.engine.live == 1)
+        await until(lambda: live(server.service) == 1)
         await until(lambda: len(compiler._going_on) == 2)  # the others had not begun
         gate.open()
         status, body = await tasks[0]

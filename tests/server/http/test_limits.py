@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from tests.fakes import fake_runner, fake_server
+from tests.fakes import fake_runner, fake_server, live
 
 ORIGIN = "http://localhost:5173"
 
@@ -231,8 +231,7 @@ async def test_a_slow_reader_gets_everything_in_larger_pieces():
         reader, writer = await raw_connection(server)
         writer.write(raw_post({"prompt": "x", "max_tokens": 40000, "stream": True}))
         await reader.readuntil(b"data: ")
-        engine = server.service.engine
-        while engine.live:  # the model is done long before the client has read  # noqa: ASYNC110
+        while live(server.service):  # the model is done long before the client has read  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         text, events = "", 0
         while (line := await reader.readline()).strip() != b"data: [DONE]":
@@ -297,7 +296,7 @@ async def test_refused_requests_leave_nothing_behind():
         for i in range(500):
             status, _ = await server.post("/v1/completions", bodies[i % 4])
             assert status == 400
-        assert server.service.engine.live == 0
+        assert live(server.service) == 0
         assert not server.service.generator.live
         assert server.service.engine.scheduler.requests == []
         await server.wait_idle()

@@ -1,33 +1,125 @@
-"""One sequence on its way out: committed tokens become text, stops are found, deltas go out."""
+"""The way out of one request: committed tokens become text, and text goes to the handler's task.
+
+The engine gives and never waits. A reader that is slower than the model finds what it missed in
+one piece: news of one choice are merged while nobody takes them, so a client that stops reading
+holds at most the text of its own answer, and nobody else waits for it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
 from runtime.errors import GenerationFailed
 from runtime.request import Finish, FinishReason
-from server.generation.stop_rules import NO_STOPS, StopScanner
-from server.generation.streams import Delta
+from server.generation.stop_rules import StopScanner
 from server.grammars.bits import forbid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from runtime.errors import LoomserveError
-    from runtime.request import RequestOutput, TokenLogprobs
+    from runtime.request import Request, RequestOutput, TokenLogprobs
     from server.generation.bad_words import BadWords
     from server.generation.stop_rules import StopRules
-    from server.generation.streams import RequestStream
     from server.text.tokenizer import Tokenizer
 
 
-class Grammar(Protocol):
-    """A constraint on the output, at one request's position in it. It may still be compiling: then
-    the request waits in the queue until it is `ready`, or ends because it is `refused`.
+@dataclass(slots=True)
+class Delta:
+    """News of one choice.
+
+    Args:
+        index: of the choice, among those submitted together.
+        text: characters that follow what was sent before.
+        token_ids: tokens behind this text; also those whose text is hidden or was held back.
+        logprobs: parallel to token_ids where the request asked for them, else empty.
+        prompt_logprobs: once, with the choice's first delta, where asked for.
+        finish: set on the last delta of the choice.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish: Finish | None = None
+
+    def extend(self, later: Delta) -> None:
+        """Appends news of the same choice."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.finish = later.finish
+
+
+class RequestStream:
+    """All choices of one request, read by one task as they come.
+
+    Args:
+        requests: the engine's requests, by choice index; their token counts give the usage.
+    """
+
+    __slots__ = ("_error", "_pending", "_unfinished", "_waiter", "requests")
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self._pending: dict[int, Delta] = {}
+        self._unfinished = len(requests)
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: LoomserveError | None = None
+
+    def put_nowait(self, delta: Delta) -> None:
+        """Adds news; wakes the reader."""
+        waiting = self._pending.get(delta.index)
+        if waiting is None:
+            self._pending[delta.index] = delta
+        else:
+            waiting.extend(delta)
+        self._wake()
+
+    def fail(self, error: LoomserveError) -> None:
+        """Ends the stream: the reader gets what is pending, then the error."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def take(self) -> list[Delta]:
+        """The news since the last call, waiting for some; empty once every choice has ended.
+
+        Raises: LoomserveError: the engine cannot go on with this request.
+        """
+        while not self._pending:
+            if not self._unfinished:
+                return []
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        news = list(self._pending.values())
+        self._pending.clear()
+        for delta in news:
+            if delta.finish is not None:
+                self._unfinished -= 1
+        return news
+
+
+class Matcher(Protocol):
+    """A grammar that the output follows, at one request's position in it. It may still be
+    compiling: then the request waits in the queue until it is `ready`, or ends because it is
+    `refused`.
 
     `fill_mask` takes one row of int32 words, bit t % 32 of word t // 32 allowing token t.
     """
@@ -53,21 +145,24 @@ class Grammar(Protocol):
 class OutputRules:
     """What rules the output of a request's choices beside the sampler.
 
-    Args: skip_special_tokens: special tokens do not show in the text.
+    Args:
+        include_stop: the text shows what ends it, be that a stop or a token.
+        skip_special_tokens: special tokens do not show in the text.
     """
 
-    stops: StopRules = NO_STOPS
+    stops: StopRules | None = None
+    include_stop: bool = False
     bad_words: BadWords | None = None
     skip_special_tokens: bool = True
 
 
-class Sequence:
-    """The output side of one request.
+class ChoiceOutput:
+    """The output side of one choice: committed tokens become text, stops are found, deltas go out.
 
     Args: index: of its request among the stream's.
 
     Attributes:
-        grammar: what constrains the output, or None.
+        matcher: of the grammar that the output follows, or None.
         completion_tokens: tokens delivered; the usage figure.
         masked: its steps need token masks.
         arrival_s, first_token_s, last_token_s: moments on the engine's clock; the latter two None
@@ -84,10 +179,10 @@ class Sequence:
         "arrival_s",
         "completion_tokens",
         "first_token_s",
-        "grammar",
         "index",
         "last_token_s",
         "masked",
+        "matcher",
         "request",
         "stream",
     )
@@ -104,11 +199,13 @@ class Sequence:
         self.last_token_s: float | None = None
         self.completion_tokens = 0
         # To the scheduler it is something that gets ready; here is who made it.
-        self.grammar = cast("Grammar | None", request.grammar)
-        self.masked = self.grammar is not None or rules.bad_words is not None
+        self.matcher = cast("Matcher | None", request.grammar)
+        self.masked = self.matcher is not None or rules.bad_words is not None
         self._bad_words = rules.bad_words
-        self._scanner = StopScanner(rules.stops) if rules.stops else None
-        self._include_stop = rules.stops.include_in_output
+        self._include_stop = rules.include_stop
+        self._scanner = None
+        if rules.stops is not None:
+            self._scanner = StopScanner(rules.stops, include=rules.include_stop)
         self._min_tokens = request.sampling.min_tokens
         self._detokenizer = tokenizer.detokenizer(
             request.input_ids, skip_special_tokens=rules.skip_special_tokens
@@ -118,7 +215,7 @@ class Sequence:
     def advance(self, output: RequestOutput) -> Finish | None:
         """Takes news of the scheduler and sends what they make visible.
 
-        Returns: how the sequence ended, if it did; that may be a stop which the scheduler, seeing
+        Returns: how the choice ended, if it did; that may be a stop which the scheduler, seeing
             tokens only, does not know of.
         Raises: GenerationFailed: the grammar cannot go on. InvalidRequest: a stop expression takes
             too long.
@@ -157,10 +254,10 @@ class Sequence:
 
         Raises: GenerationFailed: the grammar cannot go on.
         """
-        if self.grammar is not None:
-            self.grammar.fill_mask(bits)
-            if self.grammar.failed is not None:
-                raise GenerationFailed(self.grammar.failed)
+        if self.matcher is not None:
+            self.matcher.fill_mask(bits)
+            if self.matcher.failed is not None:
+                raise GenerationFailed(self.matcher.failed)
         if self._bad_words is not None:
             forbid(bits, self._bad_words.completing(self.request.output_ids))
 
@@ -182,15 +279,15 @@ class Sequence:
                 delta.text += self._scanner.feed(text)
                 if self._scanner.matched is not None:
                     return Finish(FinishReason.STOP, matched=self._scanner.matched)
-        return None if self.grammar is None else self._follow_grammar(token_id, finish)
+        return None if self.matcher is None else self._follow_grammar(token_id, finish)
 
     def _follow_grammar(self, token_id: int, finish: Finish | None) -> Finish | None:
-        grammar = self.grammar
-        assert grammar is not None
-        grammar.accept(token_id)
-        if grammar.failed is not None:
-            raise GenerationFailed(grammar.failed)
+        matcher = self.matcher
+        assert matcher is not None
+        matcher.accept(token_id)
+        if matcher.failed is not None:
+            raise GenerationFailed(matcher.failed)
         # Complete on the last allowed token is complete, not cut.
-        if (finish is None or finish.reason is FinishReason.LENGTH) and grammar.is_terminated():
+        if (finish is None or finish.reason is FinishReason.LENGTH) and matcher.is_terminated():
             return Finish(FinishReason.STOP)
         return None

@@ -9,7 +9,8 @@ import pytest
 
 from runtime.errors import EngineDead
 from runtime.request import Finish, FinishReason, Request, SamplingParams
-from server.generation.streams import Delta, RequestStream
+from server.generation.output import Delta, RequestStream
+from tests.fakes import deltas_of
 
 
 def stream_of(choices: int) -> RequestStream:
@@ -71,4 +72,4 @@ async def test_a_reader_that_is_cancelled_loses_nothing():
 
 
 async def _all(stream: RequestStream) -> list[tuple[int, str]]:
-    return [(delta.index, delta.text) async for delta in stream]
+    return [(delta.index, delta.text) async for delta in deltas_of(stream)]
