@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,14 @@ def sources() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse((ROOT / source).read_text())))
+
+
 def imports(source: str) -> Iterator[tuple[int, str]]:
     """(line, module) of every import in a file, those inside functions included."""
-    for node in ast.walk(ast.parse((ROOT / source).read_text())):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -167,8 +173,8 @@ def test_init_files_of_runtime_stay_empty():
 
 
 def device_questions(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse((ROOT / source).read_text())):
-        if isinstance(node, ast.Attribute):
+    for node in nodes(source):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "type"):
             text = ast.unparse(node)
             if text == "torch.cuda" or node.attr == "is_cuda" or text.endswith("device.type"):
                 yield f"{source}:{node.lineno}: {text}"

@@ -64,7 +64,7 @@ def without_random_addresses() -> list[str]:
     return prefix
 
 
-def run_tests(
+def check_under(
     flags: str, libraries: str, files: list[str], paths: list[str], prefix: list[str]
 ) -> None:
     environment = os.environ | {
@@ -112,10 +112,10 @@ def test_the_kernels_stay_inside_their_memory() -> None:
     files = [str(p) for p in sorted(FOLDER.glob("test_native_*.py")) if p != Path(__file__)]
     # The first path and the last share no vector code.
     chosen = sorted({paths[0], paths[-1]})
-    run_tests(MEMORY, runtimes("libasan.so", "libubsan.so"), files, chosen, [])
+    check_under(MEMORY, runtimes("libasan.so", "libubsan.so"), files, chosen, [])
 
 
 def test_the_threads_of_a_step_do_not_race() -> None:
     files = [str(FOLDER / f"test_native_{name}.py") for name in ("decoder", "sampling")]
     prefix = without_random_addresses()
-    run_tests(THREADS, runtimes("libtsan.so"), files, available_paths()[:1], prefix)
+    check_under(THREADS, runtimes("libtsan.so"), files, available_paths()[:1], prefix)

@@ -27,7 +27,7 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, atol: float | None = None) -> None:
+def check_close(got: torch.Tensor, expected: torch.Tensor, atol: float | None = None) -> None:
     assert got.dtype == expected.dtype
     rtol = TOLERANCE[got.dtype]
     torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol if atol is None else atol)
@@ -37,7 +37,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, atol: float | None = None) 
 @pytest.mark.parametrize("size", [1, 63, 576, 2048])
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     x, weight = randn(5, size + 3, dtype=dtype)[:, :size], randn(size, dtype=dtype, seed=1)
-    close(OPS.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    check_close(OPS.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
 @DTYPES
@@ -45,7 +45,7 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
 def test_rms_norm_of_heads_inside_a_fused_row(head_dim: int, dtype: torch.dtype) -> None:
     qkv = randn(7, 9, head_dim, dtype=dtype)
     k, weight = qkv[:, 5:8], randn(head_dim, dtype=dtype, seed=1)
-    close(OPS.rms_norm(k, weight, 1e-6), reference.rms_norm(k, weight, 1e-6))
+    check_close(OPS.rms_norm(k, weight, 1e-6), reference.rms_norm(k, weight, 1e-6))
 
 
 @DTYPES
@@ -54,8 +54,8 @@ def test_add_rms_norm_changes_the_residual(dtype: torch.dtype) -> None:
     residual = randn(3, 576, dtype=dtype, seed=2)
     expected_residual = residual.clone()
     expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5)
-    close(OPS.add_rms_norm(x, residual, weight, 1e-5), expected)
-    close(residual, expected_residual)
+    check_close(OPS.add_rms_norm(x, residual, weight, 1e-5), expected)
+    check_close(residual, expected_residual)
 
 
 def test_norms_with_float32_weights_round_the_result_alone() -> None:
@@ -90,7 +90,7 @@ def test_rotary(head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.
     expected = qkv.clone()
     reference.rotary(expected[:, :5], expected[:, 5:7], positions, rope, interleaved=interleaved)
     OPS.rotary(qkv[:, :5], qkv[:, 5:7], positions, rope, interleaved=interleaved)
-    close(qkv, expected)
+    check_close(qkv, expected)
     assert torch.equal(qkv[:, :, rotary_dim:], expected[:, :, rotary_dim:])
     assert torch.equal(qkv[:, 7], expected[:, 7])
 
@@ -102,9 +102,9 @@ def test_gated_activations(features: int, dtype: torch.dtype) -> None:
     x[0, 0] = -95.0  # exp(95) is not a float32
     # Where the gate is far below 0, 1 + tanh or 1 + erf keeps few digits in the reference.
     atol = max(1e-5, TOLERANCE[dtype])
-    close(OPS.silu_and_mul(x), reference.silu_and_mul(x))
-    close(OPS.gelu_and_mul(x, tanh=True), reference.gelu_and_mul(x, tanh=True), atol)
-    close(OPS.gelu_and_mul(x, tanh=False), reference.gelu_and_mul(x, tanh=False), atol)
+    check_close(OPS.silu_and_mul(x), reference.silu_and_mul(x))
+    check_close(OPS.gelu_and_mul(x, tanh=True), reference.gelu_and_mul(x, tanh=True), atol)
+    check_close(OPS.gelu_and_mul(x, tanh=False), reference.gelu_and_mul(x, tanh=False), atol)
 
 
 @DTYPES
@@ -124,6 +124,6 @@ def test_store_kv(heads: int, head_dim: int, dtype: torch.dtype) -> None:
 
 def test_linear_and_its_packing() -> None:
     x, weight, bias = (randn(*s, dtype=torch.float32) for s in ((3, 8), (5, 8), (5,)))
-    close(OPS.linear(x, OPS.pack_linear(weight, bias)), x @ weight.T + bias)
+    check_close(OPS.linear(x, OPS.pack_linear(weight, bias)), x @ weight.T + bias)
     with pytest.raises(ValueError, match="quantization 'int4'"):
         OPS.pack_linear(weight, quantization="int4")

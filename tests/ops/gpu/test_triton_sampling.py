@@ -51,7 +51,7 @@ def tensors(
     )
 
 
-def agree(logits: torch.Tensor, s: SamplingTensors) -> torch.Tensor:
+def check_agreement(logits: torch.Tensor, s: SamplingTensors) -> torch.Tensor:
     """Samples with both, on copies of everything that they change; the common tokens."""
     other = s
     if s.penalties is not None:
@@ -68,7 +68,7 @@ def agree(logits: torch.Tensor, s: SamplingTensors) -> torch.Tensor:
 
 @pytest.mark.parametrize("step", [0.0, 0.5, 3.0], ids=["distinct", "ties", "many-ties"])
 def test_greedy_takes_the_largest_and_the_lowest_id_among_equals(step: float) -> None:
-    agree(random_logits(16, step=step), tensors(16, temperature=0.0))
+    check_agreement(random_logits(16, step=step), tensors(16, temperature=0.0))
     logits = torch.zeros(2, VOCAB)
     logits[1, [900, 41, 42]] = 1.0
     assert sample(logits, tensors(2, temperature=0.0)).tolist() == [0, 41]
@@ -78,7 +78,7 @@ def test_equal_logits_show_the_generators_integers() -> None:
     """With equal logits the token is the largest uniform number's: any other bit would show. Tokens
     past 4096 come from a second tile."""
     s = tensors(8)
-    chosen = agree(torch.zeros(8, 9001), s)
+    chosen = check_agreement(torch.zeros(8, 9001), s)
     uniform = reference.philox_uniform(s.seed, s.position, 9001)
     assert chosen.tolist() == uniform.argmax(-1).tolist()
 
@@ -91,7 +91,7 @@ FILTERS = list(product([0, 1, 20, VOCAB], [1.0, 0.9, 0.3], [0.0, 0.2]))[1:]
 @pytest.mark.parametrize("step", [0.0, 1.0], ids=["distinct", "ties"])
 def test_filters_and_their_ties(step: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = random_logits(3, step=step, seed=top_k)
-    agree(logits, tensors(3, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p))
+    check_agreement(logits, tensors(3, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p))
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_filters_differ_by_row() -> None:
     s.top_k = torch.tensor([0, 0, 5000, 0, 3, 50], dtype=torch.int32)
     s.top_p = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.99, 0.8])
     s.min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1])
-    agree(random_logits(6, 9001), s)
+    check_agreement(random_logits(6, 9001), s)
 
 
 @pytest.mark.slow
@@ -110,15 +110,15 @@ def test_ties_at_the_threshold_are_kept_by_id() -> None:
     """Ten equal logits and top-k 3: only ids 5, 6 and 7 can come. The same where top-p cuts."""
     logits = torch.full((12, 64), -5.0)
     logits[:, 5:15] = 1.0
-    by_count = agree(logits, tensors(12, top_k=3))
+    by_count = check_agreement(logits, tensors(12, top_k=3))
     assert set(by_count.tolist()) == {5, 6, 7}
     logits[:, :5] = logits[:, 15:] = -INF
-    by_mass = agree(logits, tensors(12, top_p=0.25))
+    by_mass = check_agreement(logits, tensors(12, top_p=0.25))
     assert set(by_mass.tolist()) == {5, 6, 7}
 
 
 def test_top_p_of_zero_keeps_the_first_token() -> None:
-    chosen = agree(random_logits(4, step=2.0), tensors(4, top_p=0.0))
+    chosen = check_agreement(random_logits(4, step=2.0), tensors(4, top_p=0.0))
     assert chosen.tolist() == random_logits(4, step=2.0).argmax(-1).tolist()
 
 
@@ -142,7 +142,7 @@ def test_rows_without_a_token_give_minus_one(temperature: float, top_k: int) -> 
     logits[2] = -INF
     logits[3] = -INF
     logits[3, 11] = -50.0
-    got = agree(logits, tensors(4, temperature=temperature, top_k=top_k))
+    got = check_agreement(logits, tensors(4, temperature=temperature, top_k=top_k))
     assert got[0] == got[2] == -1
     assert got[3] == 11
 
@@ -163,7 +163,7 @@ def test_bias_bans_and_masks() -> None:
         bits[0, token // 32] |= 1 << (token % 32)
     s.mask_rows = torch.tensor([3, 2])
     s.mask_bits = torch.where(bits >= 2**31, bits - 2**32, bits).int()
-    got = agree(logits, s)
+    got = check_agreement(logits, s)
     assert got[:2].tolist() == [17, VOCAB - 1]
     assert got[3] in allowed
     assert got[2] == -1  # its mask allows nothing
@@ -191,7 +191,7 @@ def test_penalties_and_their_counts(temperature: float) -> None:
     for step in range(3):
         logits = random_logits(7, seed=step)
         logits[4, 0] = NAN  # its state must not count a -1
-        agree(logits, s)
+        check_agreement(logits, s)
     assert s.penalties.output_counts.sum() - before == 3 * 3
 
 
@@ -203,7 +203,7 @@ def test_all_steps_together_keep_their_order() -> None:
     s.banned = (torch.tensor([1]), torch.tensor([9]))
     s.mask_rows = torch.tensor([2])
     s.mask_bits = torch.full((1, (VOCAB + 31) // 32), 0x55555555, dtype=torch.int32)
-    agree(random_logits(6, step=0.25), s)
+    check_agreement(random_logits(6, step=0.25), s)
 
 
 def test_logits_with_a_row_stride() -> None:

@@ -86,6 +86,9 @@ async def test_leaving_at_the_very_end_of_an_answer_is_harmless():
                     await answer.content.readuntil(b"\n\n")
         await server.wait_idle()
         await server.complete(max_tokens=2)
+        ended = server.service.metrics.by_finish
+        assert sum(ended.values()) == 41
+        assert ended["error"] == ended["timeout"] == 0
 
 
 async def test_leaving_while_the_prompt_is_being_cut_gives_its_chunks_back():

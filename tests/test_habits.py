@@ -1,0 +1,101 @@
+"""What every test keeps to, read from the sources of the tests.
+
+A test says what must be true: it asserts, expects an error, or calls something whose name says that
+it checks (`check...`, `assert...`). No test waits by the clock: what sleeps is slow where it passes
+and wrong where the machine is busy. It waits for what it needs to see; where nothing tells of that,
+it looks again and again. A test that is skipped says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+CHECKS = re.compile(r"_?(check|assert)(_|$)|(raises|warns|fail)$", re.IGNORECASE)
+LONGEST_LOOK_S = 0.5  # between two looks
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    paths = sorted(TESTS.rglob("*.py"))
+    return {str(path.relative_to(TESTS)): ast.parse(path.read_text()) for path in paths}
+
+
+def named(source: str, node: ast.stmt | ast.expr) -> str:
+    return f"tests/{source}:{node.lineno}: {ast.unparse(node).splitlines()[-1].strip()}"
+
+
+def calls(root: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Every call with the last name of what is called: `raises` of `pytest.raises`."""
+    for node in ast.walk(root):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute):
+                yield node.func.attr, node
+            elif isinstance(node.func, ast.Name):
+                yield node.func.id, node
+
+
+def says_what_must_be_true(test: ast.AST) -> bool:
+    return any(isinstance(node, ast.Assert) for node in ast.walk(test)) or any(
+        CHECKS.match(name) for name, _ in calls(test)
+    )
+
+
+def test_every_test_says_what_must_be_true():
+    silent = [
+        f"tests/{source}:{node.lineno}: {node.name}"
+        for source, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and not says_what_must_be_true(node)
+    ]
+    assert silent == []
+
+
+def seconds(call: ast.Call) -> float:
+    """How long a call of `sleep` takes; for ever where that is not written there."""
+    match call.args:
+        case [ast.Constant(value=int() | float() as known)]:
+            return known
+    return float("inf")
+
+
+def sleeps(tree: ast.AST) -> Iterator[ast.Call]:
+    return (call for name, call in calls(tree) if name == "sleep" and seconds(call) > 0)
+
+
+def test_no_test_waits_by_the_clock():
+    found = []
+    for source, tree in trees().items():
+        loops = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+        looks = {call for loop in loops for call in sleeps(loop) if seconds(call) <= LONGEST_LOOK_S}
+        found += [named(source, call) for call in sleeps(tree) if call not in looks]
+    assert found == []
+
+
+def test_every_skip_says_why():
+    """`skip(text)` inside a test; `reason=` in a mark, which stands nowhere without its brackets."""
+    found = []
+    for source, tree in trees().items():
+        reasons = {id(call.func) for name, call in calls(tree) if gives_a_reason(name, call)}
+        found += [
+            named(source, node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr in ("skip", "skipif", "xfail")
+            and ast.unparse(node).startswith("pytest.")
+            and id(node) not in reasons
+        ]
+    assert found == []
+
+
+def gives_a_reason(name: str, call: ast.Call) -> bool:
+    reasons = [keyword.value for keyword in call.keywords if keyword.arg == "reason"]
+    if name == "skip":
+        reasons += call.args[:1]
+    return any(not isinstance(value, ast.Constant) or bool(value.value) for value in reasons)
