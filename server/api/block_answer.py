@@ -15,8 +15,8 @@ from server.formats.events import CallArguments, CallStart, Reasoning, Text
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from server.formats.answer_parser import AnswerParser
     from server.formats.events import Event
+    from server.formats.model_format import AnswerParser
     from server.generation.generator import Generation
     from server.generation.output import Delta
     from server.service import Service

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from runtime.request import Finish, TokenLogprobs
-    from server.formats.answer_parser import AnswerParser
     from server.formats.events import Event
+    from server.formats.model_format import AnswerParser
     from server.generation.generator import Generation
     from server.generation.output import Delta
     from server.generation.params import ApiLimits, GenerationParams

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from runtime.errors import InvalidRequest
 from server.api.fields import Body, refused, served
 from server.api.kinds import Boolean, JsonObject
-from server.formats.chat_messages import parse_messages
+from server.formats.conversation import parse_messages
 from server.formats.tools import parse_tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from server.formats.answer_parser import AnswerParser
+    from server.formats.model_format import AnswerParser
     from server.formats.tools import Message, ToolRequest
     from server.generation.params import GenerationParams
     from server.grammars.output_rules import OutputRule

@@ -13,8 +13,8 @@ from server.http.sse import event
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from server.formats.answer_parser import AnswerParser
     from server.formats.events import Event
+    from server.formats.model_format import AnswerParser
     from server.generation.generator import Generation
     from server.generation.output import Delta
     from server.http.errors import ErrorAnswer

@@ -1,8 +1,9 @@
-"""A conversation in the form that the model's chat template shows, so that nothing is lost.
+"""A conversation, from OpenAI's form to the one that the model's chat template shows.
 
-Where a template has no place for tools, calls or results, they are told in words: the tools in the
-system message, calls in the assistant's text as the model's family writes them, results in the
-user's.
+`parse_messages` makes of messages what templates take; what a message may hold is declared in
+server.api, here it is right by itself. `fit` sees to it that nothing is lost: where a template has
+no place for tools, calls or results, they are told in words, the tools in the system message, calls
+in the assistant's text as the model's family writes them, results in the user's.
 """
 
 from __future__ import annotations
@@ -11,15 +12,26 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from server.formats.template_traits import in_parts, place_tools
 from server.formats.tool_parser import CALL_ID_CHARACTERS, is_mistral_call_id
+from server.text.json_depth import is_deeper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from server.formats.template_traits import TemplateTraits
-    from server.formats.tools import Message, Tool, ToolFamily
+    from server.formats.tools import Tool, ToolFamily
+    from server.text.chat_template import Message
 
+# The newer names mean the same; templates know the old ones.
+_OLD_ROLES = {"developer": "system", "function": "tool"}
+# Fields that are read here; all others go to the template as they are, except nulls.
+_READ = frozenset(
+    {"role", "content", "refusal", "function_call", "tool_calls"}
+    | {"reasoning_content", "reasoning", "thinking"}
+)
 _INSTRUCTION = """\
 You may call functions to help with the user's request. Here they are, one in each line:
 <tools>
@@ -28,6 +40,65 @@ You may call functions to help with the user's request. Here they are, one in ea
 
 To call a function, answer with its name and arguments, written like this:
 {call}"""
+
+
+def parse_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Messages as templates take them: content a string, tool-call arguments objects."""
+    return [_message(message) for message in messages]
+
+
+def _message(message: Mapping[str, Any]) -> Message:
+    role, content = message["role"], message.get("content")
+    if content is None:
+        content = message.get("refusal") or ""
+    parsed: Message = {"role": _OLD_ROLES.get(role, role), "content": _text(content)}
+    if calls := _calls(message):
+        parsed["tool_calls"] = calls
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        if message.get(name) is not None:
+            # Templates of one family read the other name.
+            parsed["reasoning_content"] = parsed["thinking"] = message[name]
+            break
+    others = {key: value for key, value in message.items() if value is not None}
+    return {**parsed, **{key: value for key, value in others.items() if key not in _READ}}
+
+
+def _text(content: str | list[Any]) -> str:
+    """The text of a message: a string, or text parts joined as they stand."""
+    if isinstance(content, str):
+        return content
+    return "".join(
+        part if isinstance(part, str) else part["refusal" if part["type"] == "refusal" else "text"]
+        for part in content
+    )
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The calls of a message; an empty list is what many clients write for none."""
+    calls, old = message.get("tool_calls"), message.get("function_call")
+    if calls is None and old is not None:
+        calls = [{"function": old}]
+    return [_call(call) for call in calls or ()]
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = _arguments(function.get("arguments"))
+    parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return parsed if call.get("id") is None else {"id": call["id"], **parsed}
+
+
+def _arguments(arguments: Any) -> Any:
+    """Arguments as an object. What a model once wrote wrongly is kept as text: the chat goes on."""
+    if isinstance(arguments, dict):
+        return arguments
+    if not arguments:
+        return {}
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    return value if isinstance(value, dict) and not is_deeper(value) else arguments
 
 
 def fit(

@@ -7,8 +7,8 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from server.formats.answer_parser import AnswerParser
 from server.formats.conversation import fit
+from server.formats.events import Reasoning, Text
 from server.formats.reasoning import ReasoningParser, reasoning_family
 from server.formats.template_traits import TemplateTraits, find_traits
 from server.formats.tool_parser import mistral_call_id
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from llguidance import LLTokenizer
 
+    from server.formats.events import Event
+    from server.formats.tool_parser import ToolCallParser
     from server.formats.tools import Message, ToolRequest
     from server.generation.params import GenerationParams
     from server.grammars.output_rules import OutputRule
@@ -32,6 +34,46 @@ if TYPE_CHECKING:
 _TAIL_TOKENS = 16
 # Up to here a grammar is looked through in the time of some requests (1 ms).
 _INLINE_CHARACTERS = 4000
+
+
+class AnswerParser:
+    """Reads one choice's text, in pieces of any size.
+
+    Args: reasoning, tools: None where the text holds no such thing.
+    Attributes: plain: all text is said to the reader, as it comes.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, tools: ToolCallParser | None = None
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self.plain = reasoning is None and tools is None
+
+    @property
+    def called_tools(self) -> bool:
+        """Whether a tool was called so far."""
+        return self._tools is not None and self._tools.calls > 0
+
+    def read(self, text: str, *, ended: bool) -> list[Event]:
+        """The events that this text completes; with the end also what was held back."""
+        events = self._events(*self._reasoning.feed(text)) if self._reasoning else self._said(text)
+        if not ended:
+            return events
+        if self._reasoning is not None:
+            events += self._events(*self._reasoning.finish())
+        if self._tools is not None:
+            events += self._tools.finish()
+        return events
+
+    def _events(self, reasoning: str, text: str) -> list[Event]:
+        said = self._said(text)
+        return [Reasoning(reasoning), *said] if reasoning else said
+
+    def _said(self, text: str) -> list[Event]:
+        if self._tools is not None:
+            return self._tools.feed(text)
+        return [Text(text)] if text else []
 
 
 class ModelFormat:
@@ -121,6 +163,8 @@ class ModelFormat:
 
         Raises: InvalidRequest: a grammar that is seen to be wrong without compiling it.
         """
+        if not rules and tools is None:
+            return params
         found = await self._source(rules, tools)
         if found is None:
             return params

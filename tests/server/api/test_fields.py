@@ -10,7 +10,7 @@ from runtime.errors import InvalidRequest, ModelNotFound
 from server.api.chat import ChatBody
 from server.api.completions import CompletionBody
 from server.api.incoming import read_value
-from server.formats.chat_messages import parse_messages
+from server.formats.conversation import parse_messages
 from server.generation.params import ApiLimits
 
 LIMITS = ApiLimits(model="m", vocab_size=100, context_length=1000, max_logprobs=20, max_n=8)

@@ -9,7 +9,7 @@ import pytest
 
 from server.api.incoming import read_value
 from server.api.responses import ResponseBody
-from server.formats.chat_messages import parse_messages
+from server.formats.conversation import parse_messages
 from server.generation.params import ApiLimits
 from tests.server.server_kit import say
 

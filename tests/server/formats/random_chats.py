@@ -28,8 +28,7 @@ import transformers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime.errors import InvalidRequest, ModelError
-from server.formats.chat_messages import parse_messages
-from server.formats.conversation import fit
+from server.formats.conversation import fit, parse_messages
 from server.formats.template_traits import find_traits
 from server.formats.tools import TOOL_FAMILIES, parse_tools
 from server.text.chat_template import ChatTemplate
