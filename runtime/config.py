@@ -10,10 +10,7 @@ from dataclasses import dataclass
 
 from runtime.errors import ConfigError
 from runtime.options import check_options, option
-from runtime.scheduling.policies import BY_NAME
-
-POLICIES = tuple(BY_NAME)
-EVICTION_POLICIES = ("lru", "lfu", "fifo")
+from runtime.scheduling.policies import EVICTION_POLICIES, POLICIES
 
 # What the chunk size is by default: a time on a CPU, a size on a GPU.
 STEP_BOUND_MS = 150.0
@@ -21,6 +18,16 @@ GPU_CHUNK_TOKENS = 8192
 CPU_TOTAL_TOKENS = 32768
 # Of a scheduler that is made without a device to size it for.
 CHUNK_TOKENS = 128
+
+# What the scheduler's books are laid out by; all else may change while requests run.
+FIXED_OPTIONS = (
+    "capacity_tokens",
+    "context_length",
+    "disable_radix_cache",
+    "eos_token_ids",
+    "max_running_requests",
+    "page_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +55,10 @@ class SchedulerOptions:
     )
     disable_mixed_chunk: bool = option(False, "prefill steps carry no decode rows")
     disable_radix_cache: bool = option(False, "no reuse of prefixes between requests")
-    eviction_policy: str = option("lru", "what the cache drops first", choices=EVICTION_POLICIES)
-    schedule_policy: str = option("fcfs", "order of the waiting queue", choices=POLICIES)
+    eviction_policy: str = option(
+        "lru", "what the cache drops first", choices=tuple(EVICTION_POLICIES)
+    )
+    schedule_policy: str = option("fcfs", "order of the waiting queue", choices=tuple(POLICIES))
     max_queue_skip_ms: float = option(
         2000.0,
         "a request passed over for longer is ordered first (lpm, dfs-weight, lof, hrrn)",
@@ -157,6 +166,11 @@ class SchedulerConfig(SchedulerOptions):
                 f"max_total_tokens {self.capacity_tokens}: must be at least three pages"
                 f" ({3 * self.page_size}), one of which is reserved"
             )
+
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens of the pool that requests can use: whole pages without the reserved one."""
+        return (self.capacity_tokens // self.page_size - 1) * self.page_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from runtime.scheduling.chunk_sizer import ChunkLoad, TimedChunkSizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from runtime.scheduling.seed_steps import MeasuredSteps
+    from runtime.scheduling.step_time_model import MeasuredSteps
 
 
 def size_scheduler(

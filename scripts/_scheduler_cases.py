@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.config import POLICIES, SchedulerConfig
+from runtime.config import SchedulerConfig
 from runtime.request import Request, SamplingParams
 from runtime.runner import StepOutput
 from runtime.scheduling.page_allocator import PageAllocator
+from runtime.scheduling.policies import POLICIES
 from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.scheduler import Scheduler
 

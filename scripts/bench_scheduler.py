@@ -35,10 +35,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.config import POLICIES, SchedulerConfig
+from runtime.config import SchedulerConfig
 from runtime.request import Request, SamplingParams
 from runtime.runner import StepOutput
 from runtime.scheduling.page_allocator import PageAllocator
+from runtime.scheduling.policies import POLICIES
 from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.scheduler import Scheduler
 from scripts._scheduler_cases import CASES

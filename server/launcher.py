@@ -23,7 +23,7 @@ import uvloop
 from runtime.checkpoints.generation_config import read_sampling
 from runtime.errors import ConfigError, LoomserveError
 from runtime.scheduling.scheduler import Scheduler
-from runtime.scheduling.seed_steps import measure_steps
+from runtime.scheduling.step_time_model import measure_steps
 from runtime.sizing import describe_chunks, size_scheduler
 from server.app import app_runner
 from server.formats.model_format import ModelFormat

@@ -49,7 +49,7 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def time_step(runner: ModelRunner, tokens: int, history: int, rows: int, row_tokens: int) -> float:
-    """Seconds of a step with a piece of a prompt and decode rows, for `seed_steps.measure_steps`.
+    """Seconds of a step with a piece of a prompt and decode rows, as `measure_steps` asks for.
     The runner must be idle."""
     greedy = SamplingParams(temperature=0.0)
     return _run(runner, tokens, greedy, history=history, rows=[row_tokens] * rows)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
+from runtime.scheduling.accounting import Reason
 from runtime.scheduling.chunk_sizer import ChunkLoad, ChunkSize, make_chunk_sizer
-from runtime.scheduling.pending_prefixes import MAX_LEFT, PendingPrefixes
-from runtime.scheduling.preemption import WithoutVictims, fewest_victims
+from runtime.scheduling.kv_memory import match_limit
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
-from runtime.scheduling.prefill_delayer import PrefillDelayer
-from runtime.scheduling.queue_order import QueueOrder
-from runtime.scheduling.victims import preemption_order
-from runtime.scheduling.wait_clocks import Reason
+from runtime.scheduling.radix_tree import TOKEN_BYTES
+from runtime.scheduling.retraction import WithoutVictims, fewest_victims, preemption_order
+from runtime.scheduling.waiting_queue import QueueOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from runtime.config import SchedulerConfig
     from runtime.request import Request
+    from runtime.scheduling.kv_memory import KVMemory
     from runtime.scheduling.lifecycle import Lifecycle
-    from runtime.scheduling.prefill_adder import Admitted, Memory
+    from runtime.scheduling.prefill_adder import Memory
     from runtime.scheduling.radix_cache import PrefixMatch
+    from runtime.scheduling.radix_tree import Node
+    from runtime.scheduling.schedule_batch import Admitted
 
-
+WORTH_WAITING_TOKENS = 32
+MAX_LEFT = 64  # requests left for their twins in one pass; it then stops looking
+RECENT_BATCHES = 32  # prefill steps whose prompts the delayer counts
 _FULL = (Reason.ROWS, Reason.KV_TOTAL, Reason.KV_STEP)
 
 
@@ -174,7 +179,7 @@ class Admission:
     def _delayer_allows(self, now: float, rows: int) -> bool:
         if self._delayer is None or self._life.chunked is not None:
             return True
-        usage = 1 - self._memory.available_tokens / self._memory.capacity_tokens
+        usage = 1 - self._memory.available_tokens / self._config.usable_tokens
         return self._delayer.allow(
             now,
             waiting=len(self._life.queue),
@@ -249,3 +254,96 @@ class Admission:
 def _prepare_prefill(request: Request) -> None:
     """Sets what a waiting request computes before it samples, should it be admitted."""
     request.scheduling.target = len(request.input_ids) + len(request.output_ids)
+
+
+class PendingPrefixes:
+    """Which prefixes are about to be in the cache: those of the pending chunk and of the requests a
+    pass has admitted or refused (in-batch prefix caching).
+
+    Of requests that arrive together with the same prefix, the first computes it and the others wait
+    one pass for it, instead of computing it side by side. Two prompts that agree beyond what is
+    cached end their cached part at the same node of the tree, and go on with the same tokens. So a
+    pending prompt is noted as that node with the tokens that follow, and one look-up finds it
+    however many others there are, and however long the prefix is.
+
+    Valid within one pass: nothing is put into the cache or taken out of it meanwhile.
+    """
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        # What is shared is worth a pass only from that many tokens on, and comes in pages.
+        self._gain = -(-WORTH_WAITING_TOKENS // memory.page_size) * memory.page_size
+        self._heads: set[tuple[Node | str, bytes]] = set()
+        self.left = 0
+
+    def add(self, request: Request) -> None:
+        # All that is cached of it counts, not only what it may use: the others may use more.
+        match = self._memory.whole_match(request, self._gain)
+        if match is not None:
+            self._heads.add(self._head(request, match))
+
+    def worth_waiting(self, request: Request, match: PrefixMatch) -> bool:
+        """Whether some pending prompt will soon extend what is cached for this one by enough."""
+        if not self._heads or match.tokens + self._gain > match_limit(request):
+            return False
+        return self._head(request, match) in self._heads
+
+    def _head(self, request: Request, match: PrefixMatch) -> tuple[Node | str, bytes]:
+        first = match.tokens * TOKEN_BYTES
+        following = request.scheduling.key[first : first + self._gain * TOKEN_BYTES]
+        return match.node or request.namespace, following
+
+
+class PrefillDelayer:
+    """Holds prompts back for a few passes, so that they come in one step together: every prefill
+    step slows down all decode rows; fewer and fuller ones slow them down less.
+
+    Asked once per pass; `finalize` closes the pass.
+
+    Args:
+        config: bounds, watermark and ratio.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._recent: deque[int] = deque(maxlen=RECENT_BATCHES)  # prompts per prefill step
+        self._passes = 0
+        self._since_s: float | None = None
+
+    def allow(
+        self, now: float, *, waiting: int, running: int, free_rows: int, kv_usage: float
+    ) -> bool:
+        """Whether prompts may be admitted in this pass.
+
+        Args:
+            waiting: requests in the queue.
+            free_rows: requests that could be admitted.
+            kv_usage: share of the pool that is neither free nor evictable.
+        """
+        config = self._config
+        if not waiting or not running:
+            self._reset()
+            return True
+        if kv_usage < config.delayer_low_watermark:
+            return True
+        largest = max(self._recent, default=0)
+        few = waiting < min(running * config.delayer_running_ratio, largest)
+        if free_rows >= largest and not few:
+            return True
+        if self._since_s is None:
+            self._since_s = now
+        delayed_ms = (now - self._since_s) * 1000
+        if self._passes >= config.delayer_max_passes or delayed_ms >= config.delayer_max_ms:
+            return True
+        self._passes += 1
+        return False
+
+    def finalize(self, prefilled: int) -> None:
+        """Closes a pass that admitted this many prompts."""
+        if prefilled:
+            self._recent.append(prefilled)
+            self._reset()
+
+    def _reset(self) -> None:
+        self._passes = 0
+        self._since_s = None

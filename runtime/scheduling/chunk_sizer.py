@@ -7,11 +7,9 @@ like any other (`StepOutput.device_s`, through `Scheduler.commit`), so that a re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from runtime.scheduling.step_time_model import StepShape, StepTimeModel
-from runtime.scheduling.target_reach import TargetReach
+from runtime.scheduling.step_time_model import StepShape, StepTimeModel, TargetReach
 
 if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
@@ -130,23 +128,6 @@ def predict_next_chunk_size(history: int, a: float, b: float, base: int, page_si
     return max(int(max(smooth, base / 4) + 1e-6) // align * align, align)
 
 
-@dataclass(slots=True)
-class SlowStart:
-    """Sizes to learn from before there is a model: doubling from one page while half the target
-    holds, back on a miss. They differ, which is what a fit needs."""
-
-    page_size: int
-    limit: int
-    target_s: float
-    size: int
-
-    def observe(self, seconds: float) -> None:
-        if seconds <= self.target_s / 2:
-            self.size = min(self.size * 2, self.limit)
-        else:
-            self.size = max(self.size // 2 // self.page_size * self.page_size, self.page_size)
-
-
 class TimedChunkSizer:
     """The largest chunk whose predicted step stays within a time: --tpot-slo-ms for a step that
     running rows wait for, the default bound for every other one.
@@ -164,7 +145,7 @@ class TimedChunkSizer:
         self._limit = min(static if static > 0 else NO_STATIC, config.max_prefill_tokens)
         self._bound_s = config.step_bound_ms / 1000
         self._target_s = config.tpot_slo_ms / 1000 or self._bound_s
-        self._slow_start = SlowStart(self._unit, self._limit, self._target_s, self._unit)
+        self._first_size = self._unit  # to learn from, before there is a model
         self._reach = TargetReach() if config.tpot_slo_ms else None
         # Where they are of another size, steps without decode rows say little of those with some.
         self._learns_from_all = config.disable_mixed_chunk or self._bound_s > 0
@@ -185,7 +166,7 @@ class TimedChunkSizer:
             return self._static
         fitted = self._model.coefficients
         if fitted is None:
-            return ChunkSize(self._slow_start.size, exact=True)
+            return ChunkSize(self._first_size, exact=True)
         fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + self._model.margin_s
         most = _largest_within(
             target_s - fixed, fitted.square, fitted.token, load.history, self._limit
@@ -211,11 +192,20 @@ class TimedChunkSizer:
         self._model.observe(shape, seconds)
         if not shape.tokens:
             return
-        self._slow_start.observe(seconds)
+        self._next_first_size(seconds)
         if self._reach is not None:
             smallest_s = self._with_smallest_chunk(batch, shape, seconds)
             if smallest_s is not None:
                 self._reach.observe(held=smallest_s <= self._target_s)
+
+    def _next_first_size(self, seconds: float) -> None:
+        """Doubling from one page while half the target holds, back on a miss. Sizes that differ are
+        what a fit needs."""
+        size, unit = self._first_size, self._unit
+        if seconds <= self._target_s / 2:
+            self._first_size = min(size * 2, self._limit)
+        else:
+            self._first_size = max(size // 2 // unit * unit, unit)
 
     def _with_smallest_chunk(
         self, batch: ScheduleBatch, shape: StepShape, seconds: float

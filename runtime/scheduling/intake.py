@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
-from runtime.request import Finish, FinishReason
-from runtime.scheduling.request_record import RequestRecord, kv_need
+from runtime.request import Finish, FinishReason, RequestRecord
+from runtime.scheduling.prefill_adder import kv_need
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from runtime.scheduling.lifecycle import Lifecycle
 
 
-def resolve_max_new_tokens(
-    request: Request, *, context_length: int, usable_tokens: int, page_size: int
-) -> int:
+def resolve_max_new_tokens(request: Request, config: SchedulerConfig) -> int:
     """Output tokens that a request may have: what it asked for, or else what context and pool
     leave.
 
@@ -26,6 +24,8 @@ def resolve_max_new_tokens(
         InvalidRequest: no input tokens, or max_tokens below 1.
         ContextTooLong: it can never fit; the message holds all the numbers.
     """
+    context_length, usable_tokens = config.context_length, config.usable_tokens
+    page_size = config.page_size
     given = request.sampling.max_new_tokens
     inputs = len(request.input_ids)
     if not inputs:
@@ -51,16 +51,15 @@ def resolve_max_new_tokens(
         )
     if given is not None:
         return given
-    return room_for_output(
-        inputs, context_length=context_length, usable_tokens=usable_tokens, page_size=page_size
-    )
+    return room_for_output(inputs, config)
 
 
-def room_for_output(inputs: int, *, context_length: int, usable_tokens: int, page_size: int) -> int:
+def room_for_output(inputs: int, config: SchedulerConfig) -> int:
     """Output tokens that context and pool leave after so many inputs; below 1: it does not fit."""
+    page_size = config.page_size
     rounded = -(-inputs // page_size) * page_size
-    spare = usable_tokens - kv_need(rounded, 0, page_size) - 1
-    return min(context_length - inputs, spare)
+    spare = config.usable_tokens - kv_need(rounded, 0, page_size) - 1
+    return min(config.context_length - inputs, spare)
 
 
 def make_places(
@@ -100,13 +99,12 @@ def make_places(
     return [(other, finish) for other in others]
 
 
-def make_record(
-    request: Request, seq: int, computed_tokens: int, config: SchedulerConfig
-) -> RequestRecord:
-    """The scheduler's data of a request that is taken."""
+def start_record(request: Request, seq: int, computed_tokens: int, config: SchedulerConfig) -> None:
+    """Sets what the scheduler notes of a request that is taken."""
     sampling = request.sampling
     eos: frozenset[int] = frozenset() if sampling.ignore_eos else config.eos_token_ids
-    return RequestRecord(
+    request.prompt_logprobs = None if sampling.prompt_logprobs is None else [None]
+    request.scheduling = RequestRecord(
         seq=seq,
         stop_ids=sampling.stop_token_ids | eos,
         key=request.input_ids.tobytes(),

@@ -50,6 +50,37 @@ def recount(
     yield from _Recount(memory, holders, launched).run()
 
 
+class IdleRecount:
+    """A recount a slice at a time, while nothing is held and nothing in flight. A book found wrong
+    is reported, and does not end a server that can go on.
+
+    Args:
+        memory: not changed.
+    """
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._slices: Iterator[None] | None = None
+        self._done = True
+        self.error: str | None = None  # of the last recount that failed
+
+    def books_change(self) -> None:
+        """A recount under way is worth nothing any more."""
+        self._slices, self._done = None, False
+
+    def step(self) -> bool:
+        """Recounts for a fraction of a millisecond; returns whether more is left."""
+        if not self._done:
+            self._slices = self._slices or recount(self._memory, (), ())
+            try:
+                next(self._slices)
+            except StopIteration:
+                self._done = True
+            except InvariantError as error:
+                self._done, self.error = True, str(error)
+        return not self._done
+
+
 class _Recount:
     def __init__(
         self, memory: KVMemory, holders: Sequence[Request], launched: Sequence[ScheduleBatch]
@@ -147,7 +178,7 @@ class _Recount:
             f"a node of {len(node.pages)} pages has {node.locks} locks and {owners} owners",
         )
         evictable = not (node.locks or node.children or node.dead)
-        rank = self._cache.rank_of(node) if evictable else 0
+        rank = self._cache.eviction_policy.rank(node) if evictable else 0
         _require(node.rank == rank, f"a node is ranked {node.rank} for eviction, not {rank}")
 
     def _check_order(self) -> Iterator[None]:

@@ -62,11 +62,6 @@ class KVMemory:
         self._indices = array("i", range(longest))
 
     @property
-    def capacity_tokens(self) -> int:
-        """Tokens of the pool that requests can use: whole pages without the reserved one."""
-        return (self.allocator.num_pages - 1) * self.page_size
-
-    @property
     def available_tokens(self) -> int:
         """Tokens that are free or can be made free at once."""
         return self.allocator.free_tokens + self.cache.evictable_tokens
@@ -263,32 +258,6 @@ class KVMemory:
         """The ints from `first` to `last`. Counted out one by one they would cost a millisecond per
         30,000, where a long prefix is cached."""
         return self._indices[first:last]
-
-
-class Releasable:
-    """Tokens that would become available if requests were released, the one after the other.
-
-    Args:
-        memory: who holds what; not changed.
-    """
-
-    def __init__(self, memory: KVMemory) -> None:
-        self._memory = memory
-        self._unlocked: dict[Node, int] = {}
-        self.tokens = 0
-
-    def add(self, request: Request) -> int:
-        """Counts one more in; returns the tokens of all."""
-        memory, unlocked = self._memory, self._unlocked
-        self.tokens += memory.private_tokens(request)
-        node = request.scheduling.node
-        while node is not None and node.parent is not None:
-            unlocked[node] = unlocked.get(node, 0) + 1
-            if unlocked[node] < node.locks:
-                break
-            self.tokens += len(node.pages) * memory.page_size
-            node = node.parent
-        return self.tokens
 
 
 def match_limit(request: Request) -> int:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
 from runtime.request import FinishReason, RequestState
-from runtime.scheduling.deadlines import Deadlines, Limit
-from runtime.scheduling.wait_clocks import Reason, WaitClocks
+from runtime.scheduling.accounting import Deadlines, Limit, Reason, WaitClocks
 from runtime.scheduling.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
@@ -26,11 +25,9 @@ if TYPE_CHECKING:
 
     from runtime.config import SchedulerConfig
     from runtime.request import Finish, Request
-    from runtime.scheduling.deadlines import Expired
+    from runtime.scheduling.accounting import Counters, Deadline
     from runtime.scheduling.kv_memory import KVMemory
-    from runtime.scheduling.prefill_adder import Admitted
-    from runtime.scheduling.schedule_batch import ScheduleBatch
-    from runtime.scheduling.statistics import Counters
+    from runtime.scheduling.schedule_batch import Admitted, ScheduleBatch
 
 _KEEPS_KV = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -316,7 +313,7 @@ class Lifecycle:
 
     # Out
 
-    def expired(self, now: float) -> Iterator[Expired]:
+    def expired(self, now: float) -> Iterator[tuple[Request, Deadline]]:
         """Live requests whose time is up; each is to be ended before the next is asked for."""
         return self._deadlines.expired(now, self.live)
 

@@ -1,7 +1,7 @@
-"""Policies: how the waiting requests of one priority are ordered.
+"""Policies: how the waiting requests of one priority are ordered, and what the cache drops first.
 
-A policy is a name, a key, and whether the key needs to know how much of each request is cached. A
-new one is an object in `BY_NAME`; the option and its help follow.
+A policy is an object with a name and a key. A new one is an entry in `POLICIES` or in
+`EVICTION_POLICIES`; the option and its help follow.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _above(node: Node) -> Node | None:
     return None if parent is None or parent.parent is None else parent
 
 
-BY_NAME = {
+POLICIES = {
     policy.name: policy
     for policy in (
         Policy("fcfs"),
@@ -127,5 +127,33 @@ BY_NAME = {
         Policy("lof", _longest_output),
         Policy("random", shuffled=True),
         Policy("hrrn", _response_ratio, needs_matches=True, window=TREE_WINDOW),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPolicy:
+    """What an unlocked leaf of the cache is worth.
+
+    Args:
+        rank: the leaf of the lowest rank goes first. Unique among leaves; never 0.
+        by_recency: a later use is worth more whatever came before it.
+        counts_uses: every use is worth something, so that the parts of a node must have the same.
+    """
+
+    name: str
+    rank: Callable[[Node], int]
+    by_recency: bool = False
+    counts_uses: bool = False
+
+
+_USE = 1 << 48  # more than there will ever be moments
+
+EVICTION_POLICIES = {
+    policy.name: policy
+    for policy in (
+        EvictionPolicy("lru", lambda leaf: leaf.last_used, by_recency=True),
+        EvictionPolicy("lfu", lambda leaf: leaf.hits * _USE + leaf.last_used, counts_uses=True),
+        EvictionPolicy("fifo", lambda leaf: leaf.pieces[-1][1]),
     )
 }

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.scheduling.request_record import kv_need
-from runtime.scheduling.wait_clocks import Reason
+from runtime.scheduling.accounting import Reason
+from runtime.scheduling.schedule_batch import Admitted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     from runtime.scheduling.radix_tree import Node
 
 NO_LIMIT = 1 << 60
+
+
+def kv_need(extend_tokens: int, output_tokens: int, page_size: int) -> int:
+    """KV tokens that a request is taken to need: what it computes, its outputs, and a page, since
+    an extend can open one more.
+
+    The one bound of intake and admission: a pool fits it with *more* available tokens than that.
+    Intake asks it with the whole input in whole pages and all outputs, so that what it lets in is
+    admitted once nobody else is left.
+    """
+    return extend_tokens + output_tokens + page_size
 
 
 class Verdict(Enum):
@@ -44,23 +55,6 @@ class Memory(Protocol):
     def available_tokens(self) -> int: ...
     def lock(self, node: Node | None) -> None: ...
     def unlock(self, node: Node | None) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A prefill row of the step.
-
-    Args:
-        match: the prefix a new row starts from, locked; None for the next chunk of a started one.
-        start, tokens: what it computes.
-        last: whether its prompt is then complete.
-    """
-
-    request: Request
-    match: PrefixMatch | None
-    start: int
-    tokens: int
-    last: bool
 
 
 @dataclass(frozen=True, slots=True)

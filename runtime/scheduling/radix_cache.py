@@ -19,14 +19,19 @@ from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.errors import InvariantError
-from runtime.scheduling.eviction_order import EvictionOrder
-from runtime.scheduling.radix_tree import NODE_TOKENS, TOKEN_BYTES, Place, RadixTree, descendants
+from runtime.scheduling.policies import EVICTION_POLICIES
+from runtime.scheduling.radix_tree import (
+    NODE_TOKENS,
+    TOKEN_BYTES,
+    EvictionOrder,
+    Place,
+    RadixTree,
+    descendants,
+)
 
 if TYPE_CHECKING:
     from runtime.scheduling.page_allocator import PageAllocator
     from runtime.scheduling.radix_tree import Node
-
-_HIT = 1 << 48  # more than there will ever be uses
 
 
 class PrefixMatch(NamedTuple):
@@ -52,7 +57,7 @@ class RadixCache:
 
     Args:
         allocator: where evicted pages go.
-        eviction_policy: "lru", "lfu" or "fifo".
+        eviction_policy: a name in `EVICTION_POLICIES`.
         node_tokens: most tokens of a node of the tree.
     """
 
@@ -63,7 +68,7 @@ class RadixCache:
         node_tokens: int = NODE_TOKENS,
     ) -> None:
         self.page_size = allocator.page_size
-        self.eviction_policy = eviction_policy
+        self.eviction_policy = EVICTION_POLICIES[eviction_policy]
         self.evictable_tokens = 0
         self.protected_tokens = 0
         self.tree = RadixTree(allocator.page_size, node_tokens)
@@ -158,7 +163,7 @@ class RadixCache:
         and, where uses are counted, none ever did."""
         if node.parent is None or node.children or node.locks != mine:
             return False
-        return self.eviction_policy != "lfu" or node.hits <= mine
+        return not self.eviction_policy.counts_uses or node.hits <= mine
 
     def _split(self, node: Node, at: int) -> Node:
         """Cuts a node at a token of its prefix; returns the new upper part. What the node is worth
@@ -224,23 +229,14 @@ class RadixCache:
 
     def set_eviction_policy(self, eviction_policy: str) -> None:
         """Ranks by another policy from now on."""
-        if eviction_policy == self.eviction_policy:
+        if eviction_policy == self.eviction_policy.name:
             return
-        self.eviction_policy = eviction_policy
+        self.eviction_policy = EVICTION_POLICIES[eviction_policy]
         leaves = [node for _, node in self.order.ranked()]
         self.order.clear()
         for node in leaves:
             node.rank = 0
             self._rerank(node)
-
-    def rank_of(self, node: Node) -> int:
-        """What the end of a leaf is worth: its last use (lru), its uses before that (lfu), or its
-        age (fifo). Unique among leaves; never 0."""
-        if self.eviction_policy == "fifo":
-            return node.pieces[-1][1]
-        if self.eviction_policy == "lfu":
-            return node.hits * _HIT + node.last_used
-        return node.last_used
 
     def _touch(self, node: Node) -> None:
         self._tick += 1
@@ -254,7 +250,7 @@ class RadixCache:
             self.order.remove(node.rank)
             node.rank = 0
         if not (node.locks or node.children or node.dead or node.parent is None):
-            node.rank = self.rank_of(node)
+            node.rank = self.eviction_policy.rank(node)
             self.order.add(node.rank, node)
 
     def _inherit(self, parent: Node, node: Node) -> None:
@@ -303,11 +299,11 @@ class RadixCache:
             return
         if len(upper.pages) + len(node.pages) > self.tree.node_pages:
             return
-        if self.eviction_policy == "lfu" and upper.hits:
+        if self.eviction_policy.counts_uses and upper.hits:
             return
         # What is below was used later than what was evicted first.
         last_used = max(node.last_used, evicted.last_used)
-        if self.eviction_policy == "lru" and upper.last_used > last_used:
+        if self.eviction_policy.by_recency and upper.last_used > last_used:
             return
         self.tree.join(upper, node)
         self._inherit(node, upper)

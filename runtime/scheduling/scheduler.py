@@ -16,49 +16,38 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import ConfigError, InvalidRequest, InvariantError
+from runtime.config import FIXED_OPTIONS
+from runtime.errors import ConfigError, InvalidRequest
 from runtime.request import Finish, FinishReason, RequestOutput
+from runtime.scheduling.accounting import Counters, Reason
 from runtime.scheduling.admission import Admission
-from runtime.scheduling.batch_builder import build_batch
-from runtime.scheduling.decode_memory import DecodeMemory
-from runtime.scheduling.inspection import debug_record, take_statistics
 from runtime.scheduling.intake import (
     make_places,
-    make_record,
     resolve_max_new_tokens,
     room_for_output,
+    start_record,
 )
-from runtime.scheduling.invariants import check_books, recount
+from runtime.scheduling.invariants import IdleRecount, check_books
 from runtime.scheduling.kv_memory import KVMemory
 from runtime.scheduling.lifecycle import Lifecycle
-from runtime.scheduling.new_token_ratio import NewTokenRatio
-from runtime.scheduling.statistics import Counters, RequestDebug, SchedulerStatistics
-from runtime.scheduling.step_results import apply_results
-from runtime.scheduling.step_retries import StepRetries
-from runtime.scheduling.wait_clocks import Reason
+from runtime.scheduling.retraction import NewTokenRatio, choose_victims, next_tokens_fit
+from runtime.scheduling.schedule_batch import build_batch
+from runtime.scheduling.statistics import debug_record, take_statistics
+from runtime.scheduling.step_results import StepRetries, apply_results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from runtime.config import SchedulerConfig
     from runtime.request import Request
     from runtime.runner import StepOutput
-    from runtime.scheduling.prefill_adder import Admitted
-    from runtime.scheduling.schedule_batch import ScheduleBatch
+    from runtime.scheduling.schedule_batch import Admitted, ScheduleBatch
+    from runtime.scheduling.statistics import RequestDebug, SchedulerStatistics
 
 MAX_IN_FLIGHT = 2
 # A prompt is looked up in the cache when it arrives, for a millisecond at most, so that a pass has
 # only to find out what has changed since.
 ARRIVAL_VISITS = 1024
-# What the books are laid out by; everything else may change while requests run.
-_FIXED_OPTIONS = (
-    "capacity_tokens",
-    "context_length",
-    "disable_radix_cache",
-    "eos_token_ids",
-    "max_running_requests",
-    "page_size",
-)
 
 
 @dataclass(slots=True)
@@ -93,14 +82,11 @@ class Scheduler:
         self.counters = Counters()
         self._life = Lifecycle(config, self.memory, self.counters)
         self._admission = Admission(config, self._life)
-        self._decode_memory = DecodeMemory(self._life)
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
         self._retries = StepRetries()
         self._next_seq = 0
         self._next_step = 0
-        self._recounted = True
-        self._recount: Iterator[None] | None = None  # under way
-        self._invariant_error: str | None = None
+        self._recount = IdleRecount(self.memory)
 
     # Requests
 
@@ -123,36 +109,22 @@ class Scheduler:
         for request_id in ids:
             if request_id in life.live or ids.count(request_id) > 1:
                 raise InvalidRequest(f"Request id {request_id!r} is in use.")
-        limits = [
-            resolve_max_new_tokens(
-                request,
-                context_length=config.context_length,
-                usable_tokens=self.memory.capacity_tokens,
-                page_size=config.page_size,
-            )
-            for request in requests
-        ]
+        limits = [resolve_max_new_tokens(request, config) for request in requests]
         displaced = make_places(requests, life, config.max_queued_requests)
         computed = self.counters.computed_tokens
         for request, limit in zip(requests, limits, strict=True):
             request.max_new_tokens = limit
-            request.scheduling = make_record(request, self._next_seq, computed, config)
+            start_record(request, self._next_seq, computed, config)
             self._next_seq += 1
-            request.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]
             life.add(request, now)
             self.memory.look_up(request, ARRIVAL_VISITS)
-        self._books_change()
+        self._recount.books_change()
         self.counters.displaced += len(displaced)
         return [self._end(*pair) for pair in displaced]
 
     def room_for_output(self, inputs: int) -> int:
         """Output tokens that a request with so many inputs may have; below 1: it cannot fit."""
-        return room_for_output(
-            inputs,
-            context_length=self.config.context_length,
-            usable_tokens=self.memory.capacity_tokens,
-            page_size=self.config.page_size,
-        )
+        return room_for_output(inputs, self.config)
 
     def abort(self, request_id: str, message: str | None = None) -> bool:
         """Records that a request is to end; the next plan ends it and gives its last output.
@@ -215,9 +187,10 @@ class Scheduler:
         part = self._retries.take()
         if part is None:
             return False
-        plan.batch = build_batch(self._next_step, part.prefills, part.decodes, self.memory)
+        prefills, decodes = part
+        plan.batch = build_batch(self._next_step, prefills, decodes, self.memory)
         plan.batch.retry = True
-        self._launched(plan.batch, part.prefills)
+        self._launched(plan.batch, prefills)
         return True
 
     def _decide(self, plan: Plan, now: float) -> None:
@@ -271,25 +244,29 @@ class Scheduler:
     def _must_commit_first(self, plan: Plan) -> bool:
         """Whether rows must be retracted while a step in flight still names their pages and their
         newest tokens are not known."""
-        if not self._life.inflight or self._decode_memory.fits():
+        if not self._life.inflight or next_tokens_fit(self._life.running, self.memory):
             return False
         plan.reason = "wait_commit"
         return True
 
     def _make_room(self, plan: Plan, now: float) -> bool:
-        """Retracts until the running rows' next step fits; returns whether it had to."""
-        if self._decode_memory.fits():
+        """Retracts until the running rows' next step fits, no step being in flight; returns whether
+        it had to."""
+        life = self._life
+        if next_tokens_fit(life.running, self.memory):
             return False
-        victims, hopeless = self._decode_memory.retract(now)
+        victims, hopeless = choose_victims(life.running, life.chunked, self.memory)
+        for request in victims:
+            life.retract(request, now)
         self.counters.retractions += len(victims)
         if hopeless is not None:
             message = (
-                f"The KV cache of {self.memory.capacity_tokens} tokens has no page left for this"
+                f"The KV cache of {self.config.usable_tokens} tokens has no page left for this"
                 f" request alone, which holds {hopeless.length} tokens."
             )
             plan.ended.append(self._end(hopeless, Finish(FinishReason.ERROR, message=message)))
-            self._life.drop_ended()
-        self._ratio.after_retraction(self._life.running)
+            life.drop_ended()
+        self._ratio.after_retraction(life.running)
         return True
 
     def _preempt(self, plan: Plan, now: float) -> bool:
@@ -365,8 +342,9 @@ class Scheduler:
                 plan.ended.append(news)
 
     def _apply_deadlines(self, plan: Plan, now: float) -> None:
-        for request, limit, since_s in self._life.expired(now):
-            message = f"Timed out ({limit.value}) after {now - since_s:.3f} s."
+        for request, deadline in self._life.expired(now):
+            waited = f"({deadline.limit.value}) after {now - deadline.since_s:.3f} s"
+            message = f"Timed out {waited}."
             plan.ended.append(self._end(request, Finish(FinishReason.TIMEOUT, message=message)))
 
     def _end(self, request: Request, finish: Finish) -> RequestOutput:
@@ -381,10 +359,10 @@ class Scheduler:
         Raises: ConfigError: an option that the books are laid out by, or a value not allowed.
         """
         for name in changes:
-            if name in _FIXED_OPTIONS:
+            if name in FIXED_OPTIONS:
                 raise ConfigError(f"{name} cannot be changed while serving")
         self.config = replace(self.config, **changes)
-        self._books_change()
+        self._recount.books_change()
         self.memory.cache.set_eviction_policy(self.config.eviction_policy)
         self._life.configure(self.config)
         self._admission.configure(self.config)
@@ -396,14 +374,12 @@ class Scheduler:
         if self.has_unfinished:
             return False
         self.memory.cache.flush()
-        self._books_change()
+        self._recount.books_change()
         return True
 
     def statistics(self) -> SchedulerStatistics:
         """The scheduler at this moment."""
-        return take_statistics(
-            self._life, self._admission, self._ratio.value, self._invariant_error
-        )
+        return take_statistics(self._life, self._admission, self._ratio.value, self._recount.error)
 
     @property
     def slo_feasible(self) -> bool | None:
@@ -437,21 +413,4 @@ class Scheduler:
 
         Returns: whether more is left to recount.
         """
-        if self.has_unfinished or self._recounted:
-            return False
-        if self._recount is None:
-            self._recount = recount(self.memory, (), ())
-        try:
-            next(self._recount)
-        except StopIteration:
-            self._recounted = True
-        except InvariantError as error:
-            # A wrong book is reported, and does not end a server that can go on.
-            self._recounted = True
-            self._invariant_error = str(error)
-        return not self._recounted
-
-    def _books_change(self) -> None:
-        """A recount under way is worth nothing any more."""
-        self._recounted = False
-        self._recount = None
+        return not self.has_unfinished and self._recount.step()

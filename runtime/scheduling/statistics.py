@@ -1,54 +1,19 @@
-"""What the scheduler tells of itself: frozen records, taken between passes."""
+"""What the scheduler tells of itself: frozen records for metrics and debugging, taken between
+passes. Taking them changes nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from runtime.request import RequestState
+from runtime.scheduling.accounting import Reason
+
 if TYPE_CHECKING:
-    from runtime.scheduling.schedule_batch import ScheduleBatch
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start.
-
-    Args:
-        cached_tokens: prompt tokens that admitted requests found in the cache;
-            prompt_tokens: tokens that they brought, found or not.
-        prefill_steps, decode_steps, mixed_steps: launched steps by kind; chunks: prefill rows.
-        computed_tokens: tokens that launched steps compute.
-        shared_prefix_skips: times a request was left for the next pass for a twin's sake.
-    """
-
-    steps: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    mixed_steps: int = 0
-    chunks: int = 0
-    admitted: int = 0
-    retractions: int = 0
-    preemptions: int = 0
-    failed_steps: int = 0
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    shared_prefix_skips: int = 0
-    displaced: int = 0
-    finished: dict[str, int] = field(default_factory=dict)  # by FinishReason value
-
-    def count_step(self, batch: ScheduleBatch) -> None:
-        """A step was launched."""
-        self.steps += 1
-        self.chunks += batch.num_prefill
-        self.computed_tokens += batch.prefill_tokens + batch.num_decode
-        if not batch.num_prefill:
-            self.decode_steps += 1
-        elif batch.num_decode:
-            self.mixed_steps += 1
-        else:
-            self.prefill_steps += 1
+    from runtime.request import Request
+    from runtime.scheduling.accounting import Counters
+    from runtime.scheduling.admission import Admission
+    from runtime.scheduling.lifecycle import Lifecycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +76,61 @@ class RequestDebug:
     retractions: int
     blocked_by: str
     waited_s: dict[str, float]
+
+
+def take_statistics(
+    life: Lifecycle, admission: Admission, ratio: float, invariant_error: str | None
+) -> SchedulerStatistics:
+    """A record of this moment."""
+    allocator, cache = life.memory.allocator, life.memory.cache
+    size = life.memory.page_size
+    cached = cache.evictable_tokens + cache.protected_tokens
+    reserved = (1 + allocator.deferred_pages) * size
+    capacity = allocator.num_pages * size
+    return SchedulerStatistics(
+        running=len(life.running),
+        prefilling=int(life.chunked is not None),
+        waiting=len(life.queue),
+        waiting_grammar=len(life.compiling),
+        in_flight=len(life.inflight),
+        capacity_tokens=capacity,
+        free_tokens=allocator.free_tokens,
+        cached_tokens=cached,
+        private_tokens=capacity - allocator.free_tokens - cached - reserved,
+        reserved_tokens=reserved,
+        evictable_tokens=cache.evictable_tokens,
+        protected_tokens=cache.protected_tokens,
+        free_rows=life.memory.rows.num_free,
+        full=admission.full,
+        reason=admission.reason.value,
+        new_token_ratio=ratio,
+        chunk_tokens=admission.chunk_tokens or 0,
+        slo_feasible=admission.sizer.feasible,
+        predicted_step_s=admission.sizer.predicted_s,
+        invariant_error=invariant_error,
+        wait_seconds=life.clocks.totals_by_reason(),
+        counters=replace(life.counters, finished=dict(life.counters.finished)),
+    )
+
+
+def debug_record(request: Request, life: Lifecycle) -> RequestDebug:
+    """What /debug/requests shows of a live request."""
+    record = request.scheduling
+    blocked = record.own_reason
+    if request.request_id in life.compiling:
+        blocked = Reason.GRAMMAR.value
+    elif request.state is RequestState.WAITING and not blocked:
+        blocked = life.clocks.current.value
+    return RequestDebug(
+        request_id=request.request_id,
+        state=request.state.value,
+        priority=request.priority,
+        input_tokens=len(request.input_ids),
+        output_tokens=len(request.output_ids),
+        max_new_tokens=request.max_new_tokens,
+        cached_tokens=request.cached_tokens,
+        kv_tokens=request.length,
+        retractions=request.retractions,
+        blocked_by=blocked,
+        waited_s=life.clocks.waited_seconds(request),
+    )

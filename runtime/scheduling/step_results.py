@@ -1,7 +1,9 @@
-"""What a committed step's tokens mean: appended, streamed, or the end of a request."""
+"""What becomes of a step that ran: its tokens appended, streamed, or the end of a request; or,
+where it failed, its rows tried again."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runtime.request import Finish, FinishReason, RequestOutput
@@ -11,7 +13,8 @@ if TYPE_CHECKING:
 
     from runtime.request import Request, TokenLogprobs
     from runtime.runner import StepOutput
-    from runtime.scheduling.schedule_batch import ScheduleBatch
+    from runtime.scheduling.lifecycle import InFlight
+    from runtime.scheduling.schedule_batch import Admitted, ScheduleBatch
 
 LENGTH = Finish(FinishReason.LENGTH)
 
@@ -75,3 +78,58 @@ def _gather_prompt_logprobs(batch: ScheduleBatch, output: StepOutput) -> None:
         if gathered is not None and request.finish is None:
             missing = len(request.input_ids) - len(gathered)
             gathered.extend(entries[:missing])
+
+
+class StepRetries:
+    """A failed step's rows, tried again by halves until the guilty one is alone.
+
+    One row that a step cannot compute must not end the others. So a step that fails is taken back,
+    and its rows are launched again as two steps, one after the other, as they were: the same tokens
+    at the same positions. A half that fails is halved again. With k rows of which one is guilty
+    that takes about 2 log2(k) steps, and nobody else loses anything but that time.
+    """
+
+    def __init__(self) -> None:
+        # Prefill and decode rows still to be launched, those together first that are last here.
+        self._parts: list[tuple[list[Admitted], list[Request]]] = []
+        self._touched: set[Request] = set()  # rows that the device may have changed
+
+    def touched(self, flights: Sequence[InFlight]) -> None:
+        """Steps were taken back after the device may have run them, in part or whole."""
+        for flight in flights:
+            self._touched.update(flight.batch.requests)
+
+    def add(self, failed: InFlight) -> None:
+        """The rows of a failed step are to be tried again, before what is left of others. Where
+        some have ended, nobody knows yet whether the others can be computed together."""
+        starts = {item.request: replace(item, match=None) for item in failed.prefills}
+        rows = [request for request in failed.batch.requests if not failed.gave_up(request)]
+        half = (len(rows) + 1) // 2 if len(rows) == len(failed.batch.requests) else len(rows)
+        for part in (rows[half:], rows[:half]):
+            prefills = [starts[request] for request in part if request in starts]
+            decodes = [request for request in part if request not in starts]
+            self._parts.append((prefills, decodes))
+
+    def take(self) -> tuple[list[Admitted], list[Request]] | None:
+        """The rows of the next part, without those that have ended meanwhile; None: nothing is
+        left."""
+        while self._parts:
+            part = self._parts.pop()
+            prefills = [item for item in part[0] if _goes_on(item.request)]
+            decodes = [request for request in part[1] if _goes_on(request)]
+            if prefills or decodes:
+                return prefills, decodes
+        return None
+
+    def note_restored(self, batch: ScheduleBatch) -> None:
+        """Names in a step that is about to be launched whose rows must be restored before."""
+        if self._touched:
+            batch.restore = [request for request in batch.requests if request in self._touched]
+            self._touched.difference_update(batch.restore)
+            self._touched = {r for r in self._touched if r.finish is None and r.row >= 0}
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether a row that waits for its turn is still there: it may have ended, or be back in the
+    queue."""
+    return request.finish is None and request.row >= 0

@@ -1,4 +1,5 @@
-"""StepTimeModel: how long a step takes, learned from the steps that ran.
+"""What the times of measured steps say: how long another step will take (StepTimeModel), from what
+that is learned at start (measure_steps), and whether a target is within reach (TargetReach).
 
     seconds = a * (x^2 + 2 L x) + b * x + d * rows + e * context + c
 
@@ -9,7 +10,9 @@ solvable while the steps are all alike. Plain Python: five unknowns.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 FORGETTING = 0.995  # per step with prefill tokens
@@ -158,3 +161,91 @@ def quantile(values: deque[float] | list[float], share: float) -> float:
         return 0.0
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+StepTimer = Callable[[int, int, int, int], float]
+MeasuredSteps = tuple[tuple[float, ...], ...]
+
+# The steps measured at start.
+HISTORY = 2048
+ROWS = 8
+SHORT, LONG = 64, 512  # cached tokens of a decode row
+SIZES = ((4, SHORT), (8, LONG), (16, SHORT))  # and of the decode rows beside them
+LARGEST = 1024
+BUDGET_S = 2.0  # a model so slow that this ends the measurement learns the rest while it serves
+
+
+def measure_steps(time_step: StepTimer, *, bound_s: float, context_length: int) -> MeasuredSteps:
+    """Times steps, for the model to start from, until the bound is in sight or the time is up.
+
+    The steps are few, small and unlike each other: pieces of a prompt alone, beside decode rows,
+    and behind a history, so that every term of the model shows in some. Larger pieces follow as
+    long as they stay well within the bound, since time does not grow evenly where bandwidth still
+    hides arithmetic. The result is part of the scheduler's recorded configuration: a replay starts
+    alike.
+
+    Args:
+        time_step: runs a step of (prompt tokens, tokens before them, decode rows, cached tokens of
+            each row) and gives its seconds.
+    Returns:
+        (tokens, square, rows, context, seconds) of each, see `StepShape`.
+    """
+    found: list[tuple[float, ...]] = []
+
+    def measure(tokens: int, history: int, rows: int, row_tokens: int) -> float:
+        seconds = time_step(tokens, history, rows, row_tokens)
+        square = tokens * (tokens + 2 * history)
+        found.append((tokens, square, rows, rows * (row_tokens + 1), seconds))
+        return seconds
+
+    if context_length < 2 * LONG:
+        return ()  # a toy: it is learned in no time
+    time_step(1, 0, ROWS, SHORT)  # whatever is done once is done here
+    spent = measure(1, 0, 0, 0)
+    history = min(HISTORY, context_length // 2)
+    tokens, seconds = 0, 0.0
+    for tokens, cached in SIZES:
+        for shape in ((0, 0, 0), (0, ROWS, cached), (history, 0, 0)):
+            if spent > BUDGET_S:
+                return tuple(found)
+            spent += measure(tokens, *shape)
+    while spent < BUDGET_S and seconds < bound_s / 2 and tokens < min(LARGEST, context_length // 2):
+        tokens *= 2
+        seconds = measure(tokens, 0, ROWS, SHORT)
+        spent += seconds
+    return tuple(found)
+
+
+FEW_MISSES = 0.05  # a target that this share of the steps misses is held
+MANY_MISSES = 0.20  # one that this share misses is not
+CONFIDENCE = 0.99
+
+_MISSED = math.log(MANY_MISSES / FEW_MISSES)
+_HELD = math.log((1 - MANY_MISSES) / (1 - FEW_MISSES))
+_CERTAIN = math.log(CONFIDENCE / (1 - CONFIDENCE))
+
+
+class TargetReach:
+    """Says of a stream of held and missed steps whether the target can be held.
+
+    Each step tells for or against one of two readings: that 5 % of the steps miss the target, or
+    that 20 % do. Their log-likelihood ratio is added up and kept within the bounds at which one of
+    them is 99 times as likely as the other (Wald's sequential test, 1945, without an end):
+
+    - confidence: nothing is said before a bound is reached, and the answer changes only when the
+      other bound is. Three misses out of sixty-four change nothing, whichever three they are.
+    - hysteresis: between the bounds lies the whole band, so an answer that has just changed needs
+      as much to change back: 7 misses in a row, or 54 steps without one. Where between 5 and 20 %
+      of the steps miss, the answer may stay what it was, and it hardly ever flickers.
+    """
+
+    def __init__(self) -> None:
+        self._score = 0.0  # towards many misses
+        self.within: bool | None = None  # None: not known yet
+
+    def observe(self, *, held: bool) -> None:
+        """Takes one more step into account."""
+        score = self._score + (_HELD if held else _MISSED)
+        self._score = min(max(score, -_CERTAIN), _CERTAIN)
+        if abs(self._score) >= _CERTAIN:
+            self.within = self._score < 0

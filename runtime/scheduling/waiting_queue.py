@@ -1,16 +1,27 @@
-"""WaitingQueue: who waits, and in which order the next pass looks at them."""
+"""Who waits, and in which order the next pass looks at them."""
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_left, bisect_right, insort
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from runtime.scheduling.policies import POLICIES
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from runtime.config import SchedulerConfig
     from runtime.request import Request
+    from runtime.scheduling.kv_memory import KVMemory
 
 Entry = tuple[int, int, "Request"]  # (-priority, order of arrival, request)
+
+# Visits to the cache in which a pass learns how much of the waiting prompts is cached: a quarter to
+# half a millisecond. What is known of a prompt stays known, so that only what is new is to be found
+# out; a burst of prompts with tens of thousands of cached tokens each takes some passes.
+MATCH_VISITS = 256
 
 
 class WaitingQueue:
@@ -66,3 +77,86 @@ def _level(entry: Entry) -> int:
 
 def _entry(request: Request) -> Entry:
     return -request.priority, request.scheduling.seq, request
+
+
+class QueueOrder:
+    """One policy over one queue: in which order a pass looks at the waiting requests.
+
+    Larger priorities always come first; a policy orders requests of one priority. What needs a key
+    per request looks at a window of the oldest only, so that a pass costs the same at 10,000
+    waiting; and of what a policy has to know of the cache, a pass finds out a bounded part. A
+    request of the window that has been passed over for too long comes first (`max_queue_skip_ms`):
+    otherwise a prompt with nothing cached would wait as long as better ones keep arriving.
+
+    Args:
+        config: the policy, its seed, and the age bound.
+    """
+
+    def __init__(self, config: SchedulerConfig, queue: WaitingQueue, memory: KVMemory) -> None:
+        self._queue = queue
+        self._memory = memory
+        self._random = random.Random(config.policy_seed)
+        self._skip_s = config.max_queue_skip_ms / 1000
+        self._policy = POLICIES[config.schedule_policy]
+        if self._policy.cache_aware and not memory.cache_enabled:
+            self._policy = POLICIES["fcfs"]
+
+    def candidates(self, now: float, computed_tokens: int) -> Iterable[Request]:
+        """Waiting requests, the next to admit first. Valid while the queue does not change.
+
+        Args:
+            computed_tokens: tokens the server has computed since start (hrrn's clock).
+        """
+        policy = self._policy
+        if policy.shuffled:
+            return self._shuffled()
+        most = policy.most_waiting
+        if policy.keys is None or (most is not None and len(self._queue) > most):
+            return self._queue
+        window = self._window()
+        requests = [entry[2] for entry in window]
+        if policy.needs_matches:
+            self._look_up(requests)
+        keys = policy.keys(requests, computed_tokens)
+        order: list[tuple[int, bool, float, int, Request]] = []
+        for (level, seq, request), key in zip(window, keys, strict=True):
+            since = request.scheduling.passed_over_s
+            in_turn = since is None or now - since <= self._skip_s
+            order.append((level, in_turn, key if in_turn else 0.0, seq, request))
+        order.sort()
+        rest = islice(self._queue.entries, len(window), None)
+        return chain((item[-1] for item in order), (entry[2] for entry in rest))
+
+    def note_admitted(self, admitted: Sequence[Request], now: float) -> None:
+        """Remembers who was passed over, the admitted having left the queue."""
+        if self._policy.keys is None or not admitted:
+            return
+        newest: dict[int, int] = {}
+        for request in admitted:
+            seq = request.scheduling.seq
+            newest[-request.priority] = max(seq, newest.get(-request.priority, -1))
+        for level, seq, request in self._window():
+            record = request.scheduling
+            if record.passed_over_s is None and seq < newest.get(level, -1):
+                record.passed_over_s = now
+
+    def _window(self) -> list[Entry]:
+        return self._queue.entries[: self._policy.window]
+
+    def _look_up(self, requests: Sequence[Request]) -> None:
+        left = MATCH_VISITS
+        for request in requests:
+            left -= self._memory.look_up(request, left)
+
+    def _shuffled(self) -> Iterator[Request]:
+        """A random permutation of each priority's requests, drawn as far as it is looked at."""
+        entries = self._queue.entries
+        first = 0
+        while first < len(entries):
+            last = self._queue.end_of_priority(first)
+            moved: dict[int, int] = {}
+            for at in range(first, last):
+                pick = self._random.randrange(at, last)
+                yield entries[moved.get(pick, pick)][2]
+                moved[pick] = moved.get(at, at)
+            first = last

@@ -10,7 +10,7 @@ import pytest
 from runtime.config import GPU_CHUNK_TOKENS, STEP_BOUND_MS, SchedulerConfig, SchedulerOptions
 from runtime.errors import ConfigError
 from runtime.scheduling.scheduler import Scheduler
-from runtime.scheduling.seed_steps import MeasuredSteps, measure_steps
+from runtime.scheduling.step_time_model import MeasuredSteps, measure_steps
 from runtime.simulation.cost_model import CostModel, StepShape, StepTimer
 from runtime.simulation.simulator import SimulationResult, Simulator
 from runtime.simulation.trace import config_from, config_record

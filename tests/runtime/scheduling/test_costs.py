@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from runtime.config import POLICIES
 from runtime.runner import StepOutput
 from runtime.scheduling.page_allocator import PageAllocator
+from runtime.scheduling.policies import POLICIES
 from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.scheduler import Plan, Scheduler
 from tests.runtime.scheduling.scheduler_harness import config, request

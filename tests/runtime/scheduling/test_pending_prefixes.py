@@ -8,8 +8,8 @@ from array import array
 import pytest
 
 from runtime.request import Request
+from runtime.scheduling.admission import WORTH_WAITING_TOKENS, PendingPrefixes
 from runtime.scheduling.kv_memory import KVMemory, match_limit
-from runtime.scheduling.pending_prefixes import WORTH_WAITING_TOKENS, PendingPrefixes
 from tests.runtime.scheduling.scheduler_harness import config, request
 
 

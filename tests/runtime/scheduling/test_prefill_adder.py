@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.request import Request
+from runtime.request import Request, RequestRecord
+from runtime.scheduling.accounting import Reason
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
 from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch
 from runtime.scheduling.radix_tree import Node
-from runtime.scheduling.request_record import RequestRecord
-from runtime.scheduling.wait_clocks import Reason
 from tests.runtime.scheduling.scheduler_harness import config, request
 
 

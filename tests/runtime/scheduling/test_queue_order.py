@@ -6,10 +6,9 @@ from collections import Counter
 
 import pytest
 
-from runtime.config import POLICIES
 from runtime.request import Request
 from runtime.runner import StepOutput
-from runtime.scheduling.policies import BY_NAME
+from runtime.scheduling.policies import POLICIES
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
@@ -180,5 +179,5 @@ def test_a_retracted_request_comes_back_before_later_arrivals() -> None:
 
 
 def test_no_policy_both_sorts_and_shuffles() -> None:
-    for policy in BY_NAME.values():
+    for policy in POLICIES.values():
         assert not (policy.shuffled and policy.keys)

@@ -18,9 +18,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from runtime.config import EVICTION_POLICIES, POLICIES, SchedulerConfig
+from runtime.config import SchedulerConfig
 from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
 from runtime.request import Finish, FinishReason
+from runtime.scheduling.policies import EVICTION_POLICIES, POLICIES
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.runtime.scheduling.naive_model import NaiveModel, expected_tokens
 from tests.runtime.scheduling.scheduler_harness import EOS, Driver, request
@@ -58,8 +59,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         truncation_align_size=draw(st.sampled_from([0, 0, 2 * page, min(chunk, most)])),
         disable_mixed_chunk=draw(st.sampled_from([False, False, True])),
         disable_radix_cache=draw(st.sampled_from([False, False, True])),
-        eviction_policy=draw(st.sampled_from(EVICTION_POLICIES)),
-        schedule_policy=draw(st.sampled_from(POLICIES)),
+        eviction_policy=draw(st.sampled_from(tuple(EVICTION_POLICIES))),
+        schedule_policy=draw(st.sampled_from(tuple(POLICIES))),
         max_queue_skip_ms=draw(st.sampled_from([0.0, 50.0, 2000.0])),
         schedule_conservativeness=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
         clip_max_new_tokens=draw(st.sampled_from([4, 4096])),
@@ -115,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     def add_one(self, rng: random.Random, family: int, common: float, extra: str) -> None:
-        capacity = self.scheduler.memory.capacity_tokens
+        capacity = self.scheduler.config.usable_tokens
         shared = [10_000 * (family + 1) + i for i in range(int(common * capacity))]
         own = rng.randint(1, max(capacity // rng.choice([3, 6, 20]), 1))
         if shared and rng.random() < 0.25:
@@ -277,8 +278,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check()
 
     @rule(
-        policy=st.sampled_from(POLICIES),
-        eviction=st.sampled_from(EVICTION_POLICIES),
+        policy=st.sampled_from(tuple(POLICIES)),
+        eviction=st.sampled_from(tuple(EVICTION_POLICIES)),
         mixing=st.booleans(),
         conservativeness=st.sampled_from([0.0, 1.0]),
     )

@@ -10,8 +10,7 @@ from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull
 from runtime.request import Finish, FinishReason, RequestState
 from runtime.runner import StepOutput
-from runtime.scheduling.decode_memory import DecodeMemory
-from runtime.scheduling.new_token_ratio import NewTokenRatio
+from runtime.scheduling.retraction import NewTokenRatio, choose_victims
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import (
     EOS,
@@ -315,9 +314,8 @@ class TestRetraction:
             item.launched_tokens = outputs
             made.append(item)
         memory = scheduler.memory
-        memory.allocate(memory.capacity_tokens // memory.page_size)
-        scheduler._life.running = made
-        victims, hopeless = DecodeMemory(scheduler._life).choose_victims()
+        memory.allocate(scheduler.config.usable_tokens // memory.page_size)
+        victims, hopeless = choose_victims(made, None, memory)
         assert [victim.request_id for victim in victims] == ["d", "c", "b", "e"]
         assert hopeless is made[0]
 

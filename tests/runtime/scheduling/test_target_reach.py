@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from runtime.scheduling.target_reach import TargetReach
+from runtime.scheduling.step_time_model import TargetReach
 
 
 def feed(reach: TargetReach, *steps: bool) -> list[bool | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.scheduling.prefill_delayer import PrefillDelayer
-from runtime.scheduling.wait_clocks import WAIT_REASONS
+from runtime.scheduling.accounting import WAIT_REASONS
+from runtime.scheduling.admission import PrefillDelayer
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
 

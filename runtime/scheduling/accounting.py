@@ -1,17 +1,68 @@
-"""Why a request waits, and for how long, at a cost that does not grow with the queue.
+"""What is counted and timed: totals since start; why a request waits and for how long; when its
+time is up.
 
 The queue is served in order, so what stops its head stops all behind it: one clock per blocking
 term runs for the whole queue, and each request keeps a snapshot of the clocks from when it began
-to wait. The few that a pass singles out (a twin left for the next pass) are corrected by hand.
+to wait. The few that a pass singles out (a twin left for the next pass) are corrected by hand. So
+neither waiting nor a deadline costs anything in a pass in which it does not end.
 """
 
 from __future__ import annotations
 
+import heapq
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from runtime.request import RequestState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from runtime.request import Request
+    from runtime.scheduling.schedule_batch import ScheduleBatch
+
+MIN_SWEEP = 1024  # deadlines kept before stale ones are looked for
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start.
+
+    Args:
+        cached_tokens: prompt tokens that admitted requests found in the cache;
+            prompt_tokens: tokens that they brought, found or not.
+        prefill_steps, decode_steps, mixed_steps: launched steps by kind; chunks: prefill rows.
+        computed_tokens: tokens that launched steps compute.
+        shared_prefix_skips: times a request was left for the next pass for a twin's sake.
+    """
+
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    mixed_steps: int = 0
+    chunks: int = 0
+    admitted: int = 0
+    retractions: int = 0
+    preemptions: int = 0
+    failed_steps: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    shared_prefix_skips: int = 0
+    displaced: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by FinishReason value
+
+    def count_step(self, batch: ScheduleBatch) -> None:
+        """A step was launched."""
+        self.chunks += batch.num_prefill
+        self.computed_tokens += batch.prefill_tokens + batch.num_decode
+        if not batch.num_prefill:
+            self.decode_steps += 1
+        elif batch.num_decode:
+            self.mixed_steps += 1
+        else:
+            self.prefill_steps += 1
 
 
 class Reason(Enum):
@@ -116,3 +167,83 @@ class WaitClocks:
             for reason, seconds in zip(WAIT_REASONS, waited, strict=True)
             if seconds > 0
         }
+
+
+class Limit(Enum):
+    """What a deadline bounds."""
+
+    TOTAL = "total"
+    WAITING = "waiting"
+    RUNNING = "running"
+
+
+class Deadline(NamedTuple):
+    """Whom to end at `until_s`, unless the wait or run that began at `since_s` is over by then.
+    Names its request instead of holding it: an answer long given must not stay in memory."""
+
+    until_s: float
+    order: int  # of deadlines made: no two compare equal before the names do
+    request_id: str
+    seq: int
+    limit: Limit
+    since_s: float
+
+
+class Deadlines:
+    """A heap of times. An entry whose request has moved on meanwhile is found stale when its time
+    comes, or when stale ones have become the most."""
+
+    def __init__(self) -> None:
+        self._heap: list[Deadline] = []
+        self._count = 0
+        self._sweep_at = MIN_SWEEP
+
+    def watch(
+        self,
+        request: Request,
+        limit: Limit,
+        since_s: float,
+        until_s: float,
+        live: Mapping[str, Request],
+    ) -> None:
+        """Calls for an end at `until_s` unless the request has ended, or has left the wait or run
+        that began at `since_s`.
+
+        Args:
+            live: requests that have not ended, by id.
+        """
+        self._count += 1
+        seq = request.scheduling.seq
+        entry = Deadline(until_s, self._count, request.request_id, seq, limit, since_s)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > self._sweep_at:
+            self._heap = [entry for entry in self._heap if _find(entry, live) is not None]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(2 * len(self._heap), MIN_SWEEP)
+
+    def expired(
+        self, now: float, live: Mapping[str, Request]
+    ) -> Iterator[tuple[Request, Deadline]]:
+        """Takes out those whose time has come, one by one: the end of a request makes its other
+        deadlines void."""
+        while self._heap and self._heap[0].until_s <= now:
+            entry = heapq.heappop(self._heap)
+            request = _find(entry, live)
+            if request is not None:
+                yield request, entry
+
+
+def _find(entry: Deadline, live: Mapping[str, Request]) -> Request | None:
+    """The entry's request, if it is still what the entry bounds."""
+    request = live.get(entry.request_id)
+    if request is None:
+        return None
+    record = request.scheduling
+    if record.seq != entry.seq or request.ending is not None:
+        return None
+    if entry.limit is Limit.WAITING:
+        waiting = request.state is RequestState.WAITING
+        return request if waiting and record.waiting_since_s == entry.since_s else None
+    if entry.limit is Limit.RUNNING:
+        return request if record.started_s == entry.since_s else None
+    return request
