@@ -1,4 +1,6 @@
-"""What handlers share: one record, reached through the app under a typed key."""
+"""The running server as its handlers share it: one record, reached through the app under a typed
+key, and how it is put together.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,35 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from server.formats.model_format import ModelFormat
+from server.generation.engine import Engine
+from server.generation.generator import Generator
+from server.generation.metrics import Metrics
+from server.generation.params import ApiLimits, SamplingDefaults
+from server.http.connections import Connections
+
 if TYPE_CHECKING:
+    from runtime.runner import Runner
+    from runtime.scheduling.scheduler import Scheduler
     from server.config import ServerConfig
-    from server.formats.model_format import ModelFormat
-    from server.generation.engine import Engine
-    from server.generation.generator import Generator
-    from server.generation.metrics import Metrics
-    from server.generation.params import ApiLimits
-    from server.http.connections import Connections
     from server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a server is made of below HTTP.
+
+    Args:
+        scheduler: made for this runner.
+        model_name: the model's own, for a server that is told no other.
+        defaults: what requests get that do not say how they are sampled.
+    """
+
+    runner: Runner
+    scheduler: Scheduler
+    tokenizer: Tokenizer
+    model_name: str
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 @dataclass(slots=True)
@@ -40,6 +62,54 @@ class Service:
     eos_token_ids: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+
+
+def make_service(config: ServerConfig, parts: Parts) -> Service:
+    """The parts of a server, put together; its engine is not started yet."""
+    runner, scheduler, tokenizer = parts.runner, parts.scheduler, parts.tokenizer
+    tokenizer.limit_ids(runner.info.vocab_size)
+    model, *aliases = dict.fromkeys(config.served_model_name or (parts.model_name,))
+    metrics = Metrics(model, scheduler.statistics, scheduler.waited_seconds)
+    engine = Engine(runner, scheduler, tokenizer, metrics, overlap=not config.disable_overlap)
+    limits = ApiLimits(
+        model=model,
+        aliases=tuple(aliases),
+        vocab_size=min(runner.info.vocab_size, tokenizer.vocab_size),
+        context_length=scheduler.config.context_length,
+        max_logprobs=config.max_logprobs,
+        max_n=config.max_n,
+        defaults=parts.defaults,
+    )
+    generator = Generator(
+        engine,
+        tokenizer,
+        limits,
+        seed=config.runner.seed,
+        request_timeout_s=config.request_timeout,
+    )
+    connections = Connections(
+        most=config.max_connections,
+        header_timeout_s=config.header_timeout,
+        idle_timeout_s=config.idle_timeout,
+    )
+    metrics.connections = lambda: len(connections)
+    return Service(
+        config=config,
+        engine=engine,
+        tokenizer=tokenizer,
+        generator=generator,
+        metrics=metrics,
+        limits=limits,
+        model_format=ModelFormat(
+            tokenizer,
+            runner.info.vocab_size,
+            scheduler.config.eos_token_ids,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        ),
+        connections=connections,
+        eos_token_ids=scheduler.config.eos_token_ids,
+    )
 
 
 SERVICE = web.AppKey("service", Service)

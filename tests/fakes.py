@@ -18,7 +18,7 @@ from server.app import app_runner
 from server.config import ServerConfig
 from server.generation.params import SamplingDefaults
 from server.http.sockets import base_url, listen
-from server.launcher import Parts, make_service
+from server.service import Parts, Service, make_service
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from runtime.request import Request
     from server.generation.output import Delta, RequestStream
-    from server.service import Service
 
 IM_START, IM_END = 256, 257
 VOCAB_SIZE = 258

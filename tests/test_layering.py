@@ -19,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("server", "runtime", "ops")
-# May build a real runner, so it reaches the layers below; it does so when it is called.
-LAUNCHER = "server/launcher.py"
+# Builds a real runner, so it reaches the layers below; it does so when it is called.
+LOADING = "server/loading.py"
 STANDARD_LIBRARY_ONLY = (
     "runtime/scheduling/",
     "runtime/simulation/",
@@ -102,11 +102,11 @@ def test_runtime_knows_no_asyncio():
     assert offences(files_of("runtime/", "ops/"), lambda top, _: top == "asyncio") == []
 
 
-def test_server_imports_no_torch_and_reaches_execution_only_in_the_launcher():
+def test_server_imports_no_torch_and_reaches_execution_only_to_load():
     def forbidden(top: str, module: str) -> bool:
         return top in ("torch", "triton", "ops") or module.startswith("runtime.execution")
 
-    files = [source for source in files_of("server/") if source != LAUNCHER]
+    files = [source for source in files_of("server/") if source != LOADING]
     assert offences(files, forbidden) == []
 
 

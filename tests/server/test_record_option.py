@@ -14,7 +14,8 @@ from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError
 from runtime.simulation.trace import read_trace
 from server.config import ServerConfig
-from server.launcher import Parts, _make_scheduler, make_service
+from server.loading import make_scheduler
+from server.service import Parts, make_service
 from tests.fakes import IM_END, byte_tokenizer, fake_runner, fake_server
 
 
@@ -27,7 +28,7 @@ async def recorded_server(path):
         eos_token_ids=frozenset({IM_END}),
         max_running_requests=16,
     )
-    parts = Parts(runner, _make_scheduler(config, str(path)), byte_tokenizer(), "fake")
+    parts = Parts(runner, make_scheduler(config, str(path)), byte_tokenizer(), "fake")
     async with fake_server(make_service(ServerConfig(port=0), parts)) as server:
         yield server
 
@@ -76,7 +77,7 @@ async def test_a_trace_that_cannot_be_written_ends_and_serving_goes_on(tmp_path,
 def test_a_trace_that_cannot_be_begun_is_told_at_the_start():
     config = SchedulerConfig(capacity_tokens=1024, context_length=512)
     with pytest.raises(ConfigError, match="record /dev/full: cannot be written"):
-        _make_scheduler(config, "/dev/full")
+        make_scheduler(config, "/dev/full")
 
 
 @pytest.mark.parametrize("there_before", [False, True])
@@ -86,5 +87,5 @@ def test_a_trace_can_be_read_by_its_owner_alone(tmp_path, there_before):
     if there_before:
         path.touch()
         path.chmod(0o644)
-    _make_scheduler(SchedulerConfig(capacity_tokens=1024, context_length=512), str(path)).close()
+    make_scheduler(SchedulerConfig(capacity_tokens=1024, context_length=512), str(path)).close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

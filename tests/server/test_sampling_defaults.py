@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import ModelError
 from server.generation.params import SamplingDefaults
-from server.launcher import sampling_defaults
+from server.loading import sampling_defaults
 from tests.fakes import fake_runner, fake_server, make_fake_service
 
 SETTINGS = {"temperature": 0.5, "top_p": 0.8, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2}

@@ -13,7 +13,7 @@ import pytest
 from runtime.errors import ConfigError
 from server.args import make_config
 from server.http.sockets import base_url, listen, listen_on_path
-from server.launcher import _tls_context
+from server.launcher import tls_context
 from tests.fakes import fake_server
 
 
@@ -96,7 +96,7 @@ def certificate(tmp_path):
 async def test_tls_serves_with_the_given_files(certificate):
     cert, key = certificate
     config = make_config({"ssl_certfile": str(cert), "ssl_keyfile": str(key)}, {})
-    async with asyncio.timeout(30), fake_server(tls=_tls_context(config)) as server:
+    async with asyncio.timeout(30), fake_server(tls=tls_context(config)) as server:
         trust = ssl.create_default_context(cafile=str(cert))
         assert server.url.startswith("https://")
         async with server.client.get(server.url + "/health", ssl=trust) as answer:
@@ -112,4 +112,4 @@ def test_a_certificate_that_cannot_be_read_is_named(tmp_path):
     missing = str(tmp_path / "none.pem")
     config = make_config({"ssl_certfile": missing, "ssl_keyfile": missing}, {})
     with pytest.raises(ConfigError, match=r"none\.pem"):
-        _tls_context(config)
+        tls_context(config)

@@ -1,0 +1,102 @@
+"""Model, tokenizer and scheduler, as the options want them. Reaches `runtime.execution`, when it is
+called: nothing else in server does.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from runtime.checkpoints.generation_config import read_sampling
+from runtime.scheduling.scheduler import Scheduler
+from runtime.scheduling.step_time_model import measure_steps
+from runtime.sizing import describe_chunks, size_scheduler
+from server.console import progress
+from server.generation.params import SamplingDefaults
+from server.service import Parts
+from server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from runtime.config import SchedulerConfig
+    from server.config import ServerConfig
+
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+
+
+def load(config: ServerConfig) -> Parts:
+    """What the options ask to be served.
+
+    Raises: LoomserveError: of the kind that says what cannot be loaded, and why.
+    """
+    from runtime.checkpoints.embedded import ensure_embedded_model
+    from runtime.checkpoints.model_folder import model_folder
+
+    assert config.runner.cache_dir is not None
+    cache_dir = Path(config.runner.cache_dir)
+    if config.runner.model is None:
+        path, name = ensure_embedded_model(cache_dir, progress), EMBEDDED_NAME
+    else:
+        path = Path(config.runner.model).expanduser()
+        name = path.resolve().name.removesuffix(".gguf")
+    folder = model_folder(path, cache_dir, progress)
+    defaults = sampling_defaults(config.generation_config, folder)
+    template = Path(config.chat_template) if config.chat_template is not None else None
+    with ThreadPoolExecutor(1) as pool:
+        # Importing torch takes longer than the tokenizer, and lets other threads run.
+        loading = pool.submit(Tokenizer.load, folder, template)
+        from runtime.execution.build import build_runner
+        from runtime.execution.warm_up import time_step
+
+        tokenizer = loading.result()
+    runner, info = build_runner(
+        config.runner,
+        page_size=config.scheduler.page_size,
+        max_running_requests=config.scheduler.max_running_requests,
+        tokenizer_size=tokenizer.vocab_size,
+        tokenizer_eos_id=tokenizer.eos_token_id,
+        progress=progress,
+    )
+    scheduler_config = size_scheduler(
+        config.scheduler,
+        capacity_tokens=runner.info.max_total_tokens,
+        context_length=info.context_length,
+        eos_token_ids=info.eos_token_ids,
+        device_chunk_tokens=runner.info.chunk_tokens,
+        measure=lambda bound_s: measure_steps(
+            partial(time_step, runner), bound_s=bound_s, context_length=info.context_length
+        ),
+    )
+    progress(describe_chunks(scheduler_config))
+    return Parts(
+        runner,
+        make_scheduler(scheduler_config, config.record),
+        tokenizer,
+        name,
+        defaults,
+    )
+
+
+def sampling_defaults(option: str, folder: Path) -> SamplingDefaults:
+    """What requests get that do not say how they are sampled: the settings that the model in
+    `folder` brings with it ("auto"), the server's own ("none"), or those of another folder.
+
+    Raises: ModelError: the folder's file is missing or wrong.
+    """
+    if option == "none":
+        return SamplingDefaults()
+    if option == "auto":
+        return SamplingDefaults(**read_sampling(folder))
+    return SamplingDefaults(**read_sampling(Path(option).expanduser(), required=True))
+
+
+def make_scheduler(config: SchedulerConfig, trace: str | None) -> Scheduler:
+    """A scheduler; one that writes down its inputs and decisions where a trace is wanted."""
+    scheduler = Scheduler(config)
+    if trace is None:
+        return scheduler
+    from runtime.simulation.recorder import RecordingScheduler
+    from runtime.simulation.trace import TraceWriter
+
+    return cast("Scheduler", RecordingScheduler(scheduler, TraceWriter(Path(trace), config)))

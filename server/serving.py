@@ -1,0 +1,81 @@
+"""From a service that is ready to one that has ended: sockets, signals, the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from server.app import app_runner
+from server.console import announce, progress
+from server.http.sockets import BACKLOG, base_url
+
+if TYPE_CHECKING:
+    import socket
+    import ssl
+
+    from server.service import Service
+
+log = logging.getLogger("loomserve")
+
+# After the drain, what is cut off gets this long to send its last event.
+SHUTDOWN_SECONDS = 2.0
+
+
+async def serve(
+    service: Service, sockets: list[socket.socket], *, tls: ssl.SSLContext | None = None
+) -> None:
+    """Answers on the sockets until SIGTERM or SIGINT, then drains and closes what it served."""
+    service.engine.start()
+    runner = app_runner(
+        service,
+        keepalive_timeout=service.config.idle_timeout,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    await runner.setup()
+    stop = asyncio.Event()
+    _on_signals(stop)
+    loop = asyncio.get_running_loop()
+    assert runner.server is not None
+    factory = service.connections.guard(runner.server)
+    # A path is not an address to asyncio.
+    create = loop.create_unix_server if service.config.uds else loop.create_server
+    servers = [await create(factory, sock=sock, ssl=tls, backlog=BACKLOG) for sock in sockets]
+    announce(base_url(sockets, tls=tls is not None), service)
+    await stop.wait()
+    await _drain(service)
+    for server in servers:
+        server.close()
+    await service.engine.stop()
+    await runner.cleanup()
+    service.model_format.close()
+    service.tokenizer.close()
+    service.engine.runner.close()
+
+
+def _on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and the first SIGINT begin the drain; a second SIGINT ends the process at once."""
+
+    def interrupted() -> None:
+        if stop.is_set():
+            os._exit(130)
+        progress("finishing what runs; press Ctrl-C again to stop at once")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+
+
+async def _drain(service: Service) -> None:
+    """Takes nothing new and waits for what runs, as long as the option allows."""
+    service.draining = True
+    end = time.monotonic() + service.config.drain_timeout
+    # Polled: every way in which a generation ends would have to notify.
+    while service.generator.live and time.monotonic() < end:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    if service.generator.live:
+        log.warning("cutting off %d requests after the drain", len(service.generator.live))
