@@ -13,10 +13,10 @@ from server.api.answers import OpenAIAnswer, answer, finish_name, usage_body
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
 from server.api.chat_plan import EFFORTS, Conversation, LastMessageFields, plan_chat
 from server.api.fields import ignored, refused, required, served
+from server.api.generation_fields import OpenAIFields
 from server.api.incoming import read_body
 from server.api.kinds import MAX_LOGPROBS, Boolean, Choice, Integer
 from server.api.logprobs import chat_logprobs
-from server.api.request_fields import OpenAIFields
 from server.formats.events import CallArguments, CallStart, Reasoning, Text
 from server.http.sse import event
 from server.service import SERVICE

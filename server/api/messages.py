@@ -9,11 +9,11 @@ from aiohttp import web
 from server.api.answers import answer
 from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, plan_chat
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
+from server.api.generation_fields import GeneratingBody
 from server.api.grammar_fields import SCHEMA
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Choice, Either, Integer, Items, JsonObject, Text, Texts
 from server.api.messages_answer import AnthropicAnswer
-from server.api.request_fields import GeneratingBody
 from server.generation.stop_strings import MAX_CHARACTERS
 from server.grammars.output_rules import OutputRule
 from server.service import SERVICE, json_response

@@ -14,14 +14,14 @@ from server.api.chat import ChatBody
 from server.api.completions import CompletionBody
 from server.api.fields import inner_bodies, schema_of
 from server.api.generate import GenerateBody
-from server.api.json_schema import ref
 from server.api.messages import CountTokensBody, MessageBody
 from server.api.responses import ResponseBody
+from server.api.schema_words import ref
 from server.api.tokens import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
     from server.api.fields import Body
-    from server.api.json_schema import Schema
+    from server.api.schema_words import Schema
     from server.generation.params import ApiLimits
 
 

@@ -11,6 +11,7 @@ from server.api.answers import answer
 from server.api.chat_messages import ANY_TOOL, CONTENT, NAME
 from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, plan_chat
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
+from server.api.generation_fields import GeneratingBody
 from server.api.grammar_fields import (
     SCHEMA,
     ObjectFormat,
@@ -19,7 +20,6 @@ from server.api.grammar_fields import (
 )
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Checked, Choice, Either, Integer, Items, JsonObject, Text
-from server.api.request_fields import GeneratingBody
 from server.api.responses_answer import ResponseAnswer
 from server.grammars.output_rules import OutputRule
 from server.service import SERVICE

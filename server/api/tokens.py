@@ -9,9 +9,9 @@ from aiohttp import web
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
 from server.api.chat_plan import Conversation, LastMessageFields, encode_conversation
 from server.api.fields import required, served
+from server.api.generation_fields import ModelField
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Text, TokenIds
-from server.api.request_fields import ModelField
 from server.service import SERVICE, json_response
 
 if TYPE_CHECKING:
