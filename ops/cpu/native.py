@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from ops.cpu import structs
-from ops.cpu.arguments import FLOATS, NativeLinear, attention_struct, batch_struct, head_dim_fits
-from ops.cpu.library import ACTIVATIONS, KINDS, TYPES, Library, check
+from ops.cpu.arguments import (
+    FLOATS,
+    NativeLinear,
+    attention_struct,
+    batch_struct,
+    check,
+    head_dim_fits,
+    sampling_struct,
+)
+from ops.cpu.library import ACTIVATIONS, KINDS, TYPES, Library
 from ops.cpu.native_decoder import NativeDecoder, fits
-from ops.cpu.native_sampling import sampling_struct
 from ops.cpu.op_set import CpuOps
 
 if TYPE_CHECKING:

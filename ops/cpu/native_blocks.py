@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ops.blocks.attention import Attention
 from ops.blocks.dense_mlp import DenseMlp
 from ops.cpu import structs
-from ops.cpu.arguments import FLOATS, NativeLinear, attention_struct, head_dim_fits
-from ops.cpu.library import ACTIVATIONS, check
+from ops.cpu.arguments import FLOATS, NativeLinear, attention_struct, check, head_dim_fits
+from ops.cpu.library import ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

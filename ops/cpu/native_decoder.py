@@ -8,8 +8,8 @@ import torch
 
 from ops.blocks.attention import Attention
 from ops.cpu import native_blocks, structs
-from ops.cpu.arguments import FLOATS, NativeLinear, batch_struct
-from ops.cpu.library import TYPES, Library, check
+from ops.cpu.arguments import FLOATS, NativeLinear, batch_struct, check
+from ops.cpu.library import TYPES, Library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

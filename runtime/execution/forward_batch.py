@@ -1,8 +1,9 @@
-"""One step's device tensors, made from a `ScheduleBatch`."""
+"""One step's device tensors, made from a `ScheduleBatch`; how its ints get there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,29 +14,15 @@ from ops.op_set import AttentionBatch
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Sequence
 
     from torch import Tensor
 
-    from runtime.execution.block_table import BlockTable
-    from runtime.execution.kv_pool import KVPool
-    from runtime.execution.staging import Staging
+    from runtime.execution.device import Device
+    from runtime.execution.kv_pool import StepMemory
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
 _NO_IDS = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """What steps leave to one another on the device, for the life of a runner.
-
-    Args:
-        next_tokens: [R] int64, the newest token of each request row: the sampler writes it, the
-            next step's decode rows read it, and the host waits for neither.
-    """
-
-    block_table: BlockTable
-    pool: KVPool
-    next_tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,129 +51,122 @@ class ForwardBatch:
     sampled: SampledRows
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayBatch:
-    """A decode step for a captured graph and the sampler: what the graph reads, no more.
+class Staging:
+    """Moves a step's int arrays to the device: packed into one buffer, one copy.
 
-    Args:
-        rows: [B] int32, request rows. kv_lens: [B] int32, keys of each, the new token included.
+    At most two steps are in flight, so there are two sets. A set is written again only when the
+    copies of the step that used it last are done; its views belong to that step until then.
     """
 
-    rows: Tensor
-    kv_lens: Tensor
-    sampled: SampledRows
+    def __init__(self, device: Device, capacity: int = 4096) -> None:
+        self._device = device
+        self._buffers = [self._allocate(capacity) for _ in range(2)]
+        self._fences = [device.fence() for _ in range(2)]
+        self._next = 0
+
+    def _allocate(self, capacity: int) -> Tensor:
+        return torch.empty(capacity, dtype=torch.int32, pin_memory=self._device.pinned)
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """int32 device tensors with the values of 1-D int arrays, in the same order."""
+        sizes = [len(array) for array in arrays]
+        total = sum(sizes)
+        which = self._next
+        self._next = 1 - which
+        self._fences[which].synchronize()
+        if self._buffers[which].shape[0] < total:
+            self._buffers[which] = self._allocate(2 * total)
+        host = self._buffers[which][:total]
+        np.concatenate(arrays, out=host.numpy(), casting="same_kind")
+        on_device = host.to(self._device.torch_device, non_blocking=True)
+        self._fences[which].record()
+        return list(on_device.split(sizes))
 
 
 def make_forward_batch(
-    batch: ScheduleBatch, prompt_tokens: np.ndarray, staging: Staging, memory: StepMemory
+    batch: ScheduleBatch, prompt_tokens: np.ndarray, staging: Staging | None, memory: StepMemory
 ) -> ForwardBatch:
     """The device tensors of a step, after writing the step's entries of the block table.
 
     Args:
         prompt_tokens: indices of the tokens that need logits beside the sampled ones.
+        staging: None where the device's memory is the host's.
     """
     rows, starts, lengths = _view(batch.rows), _view(batch.prefix_lens), _view(batch.extend_lens)
     indptr = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=indptr[1:])
-    tokens = int(indptr[-1])
-    sampled = _view(batch.sampled)
     kv_lens = starts + lengths
-    positions = np.arange(tokens, dtype=np.int32) + np.repeat(starts - indptr[:-1], lengths)
-    logit_tokens = np.concatenate((indptr[1:][sampled] - 1, prompt_tokens)).astype(np.int32)
-    on_device = staging.upload(
-        (
-            rows,
-            indptr,
-            kv_lens,
-            np.repeat(rows, lengths),
-            positions,
-            _view(batch.input_ids),
-            logit_tokens,
-            rows[sampled],
-            _view(batch.sample_positions),
-            *_table_entries(batch),
-        )
+    positions = np.arange(indptr[-1], dtype=np.int32)
+    positions += np.repeat(starts - indptr[:-1], lengths)
+    sampled, token_rows = _view(batch.sampled), np.repeat(rows, lengths)
+    wanted = np.concatenate((indptr[1:][sampled] - 1, prompt_tokens))
+    arrays = (rows, indptr, kv_lens, wanted, rows[sampled], _view(batch.sample_positions))
+    place = _place_on_host if staging is None else partial(_place_on_device, staging)
+    placed = place((*arrays, _view(batch.input_ids), positions, token_rows), batch, memory)
+    rows_d, indptr_d, kv_lens_d, logit_tokens, sampled_rows, sample_positions, *others = placed
+    input_ids, token_positions, slots = others
+    table = memory.block_table
+    attention = AttentionBatch(
+        block_table=table.pages,
+        rows=rows_d,
+        qo_indptr=indptr_d,
+        kv_lens=kv_lens_d,
+        page_size=table.page_size,
+        max_q_len=int(lengths.max()),
+        max_kv_len=int(kv_lens.max()),
     )
-    rows_d, indptr_d, kv_lens_d, token_rows, positions_d, ids, logits_at, *others = on_device
-    sampled_rows, sample_positions, *table_entries = others
+    step = DecoderStep(
+        input_ids, token_positions, slots, attention, logit_tokens, memory.pool.caches
+    )
+    return ForwardBatch(step, SampledRows(sampled_rows, sample_positions))
+
+
+def _place_on_device(
+    staging: Staging, arrays: tuple[np.ndarray, ...], batch: ScheduleBatch, memory: StepMemory
+) -> list[Tensor]:
+    """The arrays of `make_forward_batch` as tensors, the last three as ids, positions and slots of
+    the tokens. Queued in one copy; nothing is waited for."""
+    on_device = staging.upload((*arrays, *_table_entries(batch)))
+    rows, indptr, kv_lens, *ends, ids, positions, token_rows = on_device[: len(arrays)]
     table = memory.block_table
     if len(batch.table_rows):
-        table.write(*table_entries)
-    positions_d = positions_d.long()
-    decode_rows = rows_d[batch.num_prefill :].long()
-    newest = memory.next_tokens.index_select(0, decode_rows)
-    return ForwardBatch(
-        step=DecoderStep(
-            input_ids=torch.cat((ids.long(), newest)),
-            positions=positions_d,
-            slots=table.slots(token_rows, positions_d),
-            attention=AttentionBatch(
-                block_table=table.pages,
-                rows=rows_d,
-                qo_indptr=indptr_d,
-                kv_lens=kv_lens_d,
-                page_size=table.page_size,
-                max_q_len=int(lengths.max()),
-                max_kv_len=int(kv_lens.max()),
-            ),
-            logit_tokens=logits_at.long(),
-            caches=memory.pool.caches,
-        ),
-        sampled=SampledRows(sampled_rows.long(), sample_positions.long()),
-    )
+        table.write(*on_device[len(arrays) :])
+    newest = memory.next_tokens.index_select(0, rows[batch.num_prefill :].long())
+    positions = positions.long()
+    tokens = (torch.cat((ids.long(), newest)), positions, table.slots(token_rows, positions))
+    return [rows, indptr, kv_lens, *(tensor.long() for tensor in ends), *tokens]
 
 
-def host_forward_batch(
-    batch: ScheduleBatch, prompt_tokens: np.ndarray, memory: StepMemory
-) -> ForwardBatch:
-    """`make_forward_batch` where the device's memory is the host's: in numpy, whose calls cost a
-    fraction of torch's. A decode step of a small model has nothing to hide them behind."""
-    rows, starts, lengths = _view(batch.rows), _view(batch.prefix_lens), _view(batch.extend_lens)
+def _place_on_host(
+    arrays: tuple[np.ndarray, ...], batch: ScheduleBatch, memory: StepMemory
+) -> list[Tensor]:
+    """The same in numpy, whose calls cost a fraction of torch's: a decode step of a small model has
+    nothing to hide them behind."""
+    rows, indptr, kv_lens, *ends, ids, positions, token_rows = arrays
     table = memory.block_table
-    sampled, page_size = _view(batch.sampled), table.page_size
-    indptr = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=indptr[1:])
-    kv_lens = starts + lengths
     pages, newest = table.pages.numpy(), memory.next_tokens.numpy()
     if len(batch.table_rows):
         row, index, page = _table_entries(batch)
         pages[row, index] = page
-    positions = np.arange(indptr[-1], dtype=np.int64)
-    positions += np.repeat(starts - indptr[:-1], lengths)
-    slots = pages[np.repeat(rows, lengths), positions // page_size].astype(np.int64)
-    slots *= page_size
-    slots += positions % page_size
-    input_ids = np.concatenate((_view(batch.input_ids), newest[rows[batch.num_prefill :]]))
-    logit_tokens = np.concatenate((indptr[1:][sampled] - 1, prompt_tokens))
-    as_tensor = torch.from_numpy
-    return ForwardBatch(
-        step=DecoderStep(
-            input_ids=as_tensor(input_ids.astype(np.int64, copy=False)),
-            positions=as_tensor(positions),
-            slots=as_tensor(slots),
-            attention=AttentionBatch(
-                block_table=table.pages,
-                rows=as_tensor(rows.copy()),  # the batch's own arrays are read-only
-                qo_indptr=as_tensor(indptr),
-                kv_lens=as_tensor(kv_lens),
-                page_size=page_size,
-                max_q_len=int(lengths.max()),
-                max_kv_len=int(kv_lens.max()),
-            ),
-            logit_tokens=as_tensor(logit_tokens.astype(np.int64)),
-            caches=memory.pool.caches,
-        ),
-        sampled=SampledRows(
-            rows=as_tensor(rows[sampled].astype(np.int64)),
-            positions=as_tensor(_view(batch.sample_positions).astype(np.int64)),
-        ),
-    )
+    slots = pages[token_rows, positions // table.page_size].astype(np.int64)
+    slots *= table.page_size
+    slots += positions % table.page_size
+    input_ids = np.concatenate((ids, newest[rows[batch.num_prefill :]]))
+    wide = [array.astype(np.int64, copy=False) for array in (*ends, input_ids, positions, slots)]
+    # The batch's own arrays are read-only.
+    return [torch.from_numpy(array) for array in (rows.copy(), indptr, kv_lens, *wide)]
 
 
-def make_replay_batch(batch: ScheduleBatch, staging: Staging, memory: StepMemory) -> ReplayBatch:
-    """The device tensors of a decode step, after writing its entries of the block table.
+def make_replay_batch(
+    batch: ScheduleBatch, staging: Staging, memory: StepMemory
+) -> tuple[Tensor, Tensor, SampledRows]:
+    """The device tensors of a decode step for a captured graph and the sampler, after writing its
+    entries of the block table: what the graph reads, no more.
 
     Every row of a decode step is sampled, at the position behind its keys.
+
+    Returns: request rows [B] int32; keys of each, the new token included, [B] int32; and both for
+        the sampler.
     """
     kv_lens = _view(batch.prefix_lens) + 1
     rows_d, kv_lens_d, *table_entries = staging.upload(
@@ -194,7 +174,7 @@ def make_replay_batch(batch: ScheduleBatch, staging: Staging, memory: StepMemory
     )
     if len(batch.table_rows):
         memory.block_table.write(*table_entries)
-    return ReplayBatch(rows_d, kv_lens_d, SampledRows(rows_d.long(), kv_lens_d.long()))
+    return rows_d, kv_lens_d, SampledRows(rows_d.long(), kv_lens_d.long())
 
 
 def decode_step(rows: Tensor, kv_lens: Tensor, memory: StepMemory, max_kv_len: int) -> DecoderStep:

@@ -1,15 +1,17 @@
-"""The KV memory of the process: indexed by slot, never asked for space (the scheduler decides)."""
+"""What steps leave to one another on the device: the KV pool, the block table that says which of it
+is whose, and the newest tokens. Indexed, never asked for space: the scheduler decides.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ops.decoder import DecoderModel
 
 
@@ -45,3 +47,43 @@ def bytes_per_token(model: DecoderModel, dtype: torch.dtype) -> int:
     """Memory of one token over all blocks."""
     shapes = [shape for block in model.blocks for shape in block.mixer.cache_shapes]
     return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+
+
+class BlockTable:
+    """`pages` [R, max_pages] int32: page of (request row, position // page_size), on the device.
+
+    It has no twin on the host: the scheduler sends each entry once, and the entries of a step are
+    written in the order of the device's work, right before the step that needs them. So a row may
+    be rewritten for step N + 1 while N runs. Row 0 and page 0 are reserved for padding.
+    """
+
+    def __init__(
+        self, rows: int, context_length: int, page_size: int, device: torch.device
+    ) -> None:
+        """rows: usable ones; the table has one more."""
+        self.page_size = page_size
+        width = -(-context_length // page_size)
+        self.pages = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+
+    def write(self, rows: Tensor, indices: Tensor, pages: Tensor) -> None:
+        """pages[rows, indices] = pages, all [n] int32."""
+        self.pages.index_put_((rows, indices), pages)
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """[T] int64: the KV slot of each (row, position). rows [T] int32, positions [T] int64."""
+        pages = self.pages[rows, positions // self.page_size].long()
+        return pages * self.page_size + positions % self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What steps leave to one another on the device, for the life of a runner.
+
+    Args:
+        next_tokens: [R] int64, the newest token of each request row: the sampler writes it, the
+            next step's decode rows read it, and the host waits for neither.
+    """
+
+    block_table: BlockTable
+    pool: KVPool
+    next_tokens: Tensor

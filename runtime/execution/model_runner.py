@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from runtime.execution.block_table import BlockTable
 from runtime.execution.forward_batch import (
     ForwardBatch,
-    StepMemory,
+    Staging,
     decode_step,
-    host_forward_batch,
     make_forward_batch,
     make_replay_batch,
     prompt_token_indices,
 )
-from runtime.execution.kv_pool import KVPool
+from runtime.execution.kv_pool import BlockTable, KVPool, StepMemory
 from runtime.execution.launchers import Launcher, StreamLauncher, ThreadLauncher
 from runtime.execution.logprobs import LogprobTensors, concatenate, logprobs_of, records
 from runtime.execution.sampler import Sampled, Sampler
-from runtime.execution.staging import Staging
 from runtime.runner import RunnerInfo, StepOutput
 
 if TYPE_CHECKING:
@@ -183,17 +180,15 @@ class ModelStep:
     def _replayed_logits(self) -> Tensor:
         runner = self._runner
         assert runner.graphs is not None
-        replayed = make_replay_batch(self._batch, runner.staging, runner.memory)
-        self._sampled_rows = replayed.sampled
-        return runner.graphs.replay(replayed.rows, replayed.kv_lens)
+        rows, kv_lens, sampled = make_replay_batch(self._batch, runner.staging, runner.memory)
+        self._sampled_rows = sampled
+        return runner.graphs.replay(rows, kv_lens)
 
     def _eager_logits(self) -> Tensor:
         runner, batch = self._runner, self._batch
         prompt_tokens, self._prompt_counts = prompt_token_indices(batch)
-        if runner.device.queued:
-            forward = make_forward_batch(batch, prompt_tokens, runner.staging, runner.memory)
-        else:
-            forward = host_forward_batch(batch, prompt_tokens, runner.memory)
+        staging = runner.staging if runner.device.queued else None
+        forward = make_forward_batch(batch, prompt_tokens, staging, runner.memory)
         self._sampled_rows = forward.sampled
         runner.sampler.take_over(batch)
         if len(prompt_tokens):

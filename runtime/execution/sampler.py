@@ -9,17 +9,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from ops.op_set import Penalties, SamplingTensors
 from runtime.execution.logprobs import LogprobTensors, logprobs_of
-from runtime.execution.sampling_state import BIAS, LOGPROBS, MIN_TOKENS, SamplingState
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from runtime.execution.device import Device
     from runtime.execution.forward_batch import SampledRows
+    from runtime.request import Request, SamplingParams
     from runtime.runner import SampleMasks
     from runtime.scheduling.schedule_batch import ScheduleBatch
+
+
+# What a row needs beyond picking the largest logit; a step does only what one of its rows needs.
+RANDOM, FILTER, PENALTY, BIAS, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8, 16, 32
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
 
 @dataclass(slots=True)
@@ -144,3 +152,151 @@ def _grammar_needs(masks: SampleMasks | None, i: int, banned: np.ndarray) -> boo
     left = _mask_bits(masks)[list(masks.rows).index(i)].view(np.uint32)
     np.bitwise_and.at(left, banned // 32, ~(np.uint32(1) << (banned % 32).astype(np.uint32)))
     return not left.any()
+
+
+class SamplingState:
+    """What sampling needs to know of each request row: tables on the host (`flags`, and what bans
+    and log-probabilities need) and on the device (everything else).
+
+    A row's parameters are written once, in the step that samples its first token (the last chunk
+    of its prompt, also after a retraction), so a decode step only gathers them. Penalty counts live
+    here too: `OpSet.sample` counts its own choice, so they never lag behind the newest token.
+    """
+
+    def __init__(
+        self, device: Device, rows: int, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        """rows: of the block table, the reserved row 0 included."""
+        self._device = device
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self.flags = np.zeros(rows, dtype=np.uint8)
+        self.min_tokens = np.zeros(rows, dtype=np.int32)
+        self.logprobs = np.zeros(rows, dtype=np.int32)
+        self.banned: dict[int, np.ndarray] = {}  # ids that end the request, by row
+        self.bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._floats = self._zeros(len(_FLOATS), rows, dtype=torch.float32)
+        self._top_k = self._zeros(rows, dtype=torch.int32)
+        self._seeds = self._zeros(rows, dtype=torch.int64)
+        # A row that ever had a penalty keeps its place in the two state tables.
+        self._state_rows = self._zeros(rows, dtype=torch.int32).fill_(-1)
+        self._state_of: dict[int, int] = {}
+        self._prompt_mask = self._zeros(0, vocab_size, dtype=torch.bool)
+        self._output_counts = self._zeros(0, vocab_size, dtype=torch.int32)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device.torch_device)
+
+    def set_rows(self, entries: list[tuple[int, Request]]) -> None:
+        """Takes over the parameters of requests whose next sampled token is their first (or the
+        first since a retraction)."""
+        if not entries:
+            return
+        rows = np.array([row for row, _ in entries], dtype=np.int64)
+        floats = np.empty((len(_FLOATS), len(entries)), dtype=np.float32)
+        top_k = np.empty(len(entries), dtype=np.int32)
+        seeds = np.empty(len(entries), dtype=np.int64)
+        states = np.empty(len(entries), dtype=np.int32)
+        for i, (row, request) in enumerate(entries):
+            p = request.sampling
+            floats[:, i] = (
+                p.temperature,
+                p.top_p,
+                p.min_p,
+                p.repetition_penalty,
+                p.presence_penalty,
+                p.frequency_penalty,
+            )
+            top_k[i] = min(p.top_k, self._vocab_size)
+            seeds[i] = _as_int64(p.seed or 0)
+            self._set_host(row, p)
+            states[i] = self._set_penalties(row, request) if self.flags[row] & PENALTY else -1
+        at = self._device.upload(rows)
+        self._floats.index_copy_(1, at, self._device.upload(floats))
+        self._top_k.index_copy_(0, at, self._device.upload(top_k))
+        self._seeds.index_copy_(0, at, self._device.upload(seeds))
+        self._state_rows.index_copy_(0, at, self._device.upload(states))
+
+    def _set_host(self, row: int, p: SamplingParams) -> None:
+        flags = 0
+        if p.temperature > 0:
+            flags |= RANDOM
+            if p.top_k > 0 or p.top_p < 1 or p.min_p > 0:
+                flags |= FILTER
+        if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+            flags |= PENALTY
+        bias = [(t, b) for t, b in p.logit_bias if 0 <= t < self._vocab_size]
+        if bias:
+            flags |= BIAS
+            self.bias[row] = (
+                np.array([t for t, _ in bias], dtype=np.int64),
+                np.array([b for _, b in bias], dtype=np.float32),
+            )
+        if p.min_tokens > 0:
+            flags |= MIN_TOKENS
+            ends = p.stop_token_ids | (frozenset() if p.ignore_eos else self._eos)
+            self.banned[row] = np.array(
+                sorted(t for t in ends if 0 <= t < self._vocab_size), dtype=np.int64
+            )
+        if p.logprobs is not None:
+            flags |= LOGPROBS
+        self.flags[row] = flags
+        self.min_tokens[row] = p.min_tokens
+        self.logprobs[row] = p.logprobs or 0
+
+    def _set_penalties(self, row: int, request: Request) -> int:
+        """The row's place in the state tables, filled from its prompt and committed outputs."""
+        state = self._state_of.setdefault(row, len(self._state_of))
+        if state >= self._prompt_mask.shape[0]:
+            self._grow(max(4, 2 * state))
+        prompt = np.array(request.input_ids, dtype=np.int64)
+        outputs = np.array(request.output_ids, dtype=np.int64)
+        self._prompt_mask[state] = False
+        self._prompt_mask[state, self._device.upload(prompt[prompt < self._vocab_size])] = True
+        counts = np.bincount(outputs, minlength=self._vocab_size).astype(np.int32)
+        self._output_counts[state] = self._device.upload(counts[: self._vocab_size])
+        return state
+
+    def _grow(self, rows: int) -> None:
+        mask, counts = self._prompt_mask, self._output_counts
+        self._prompt_mask = self._zeros(rows, self._vocab_size, dtype=torch.bool)
+        self._output_counts = self._zeros(rows, self._vocab_size, dtype=torch.int32)
+        self._prompt_mask[: mask.shape[0]] = mask
+        self._output_counts[: counts.shape[0]] = counts
+
+    def gather(self, rows: Tensor, positions: Tensor, flags: int) -> SamplingTensors:
+        """The parameters of the rows to sample, by device operations alone.
+
+        Args:
+            rows: [S] int64, request rows. positions: [S] int64, tokens before the one sampled.
+            flags: those of all the rows together.
+        """
+        temperature, top_p, min_p, repetition, presence, frequency = self._floats.index_select(
+            1, rows
+        )
+        penalties = None
+        if flags & PENALTY:
+            penalties = Penalties(
+                state_rows=self._state_rows.index_select(0, rows),
+                repetition=repetition,
+                presence=presence,
+                frequency=frequency,
+                prompt_mask=self._prompt_mask,
+                output_counts=self._output_counts,
+            )
+        return SamplingTensors(
+            temperature=temperature,
+            top_k=self._top_k.index_select(0, rows),
+            top_p=top_p,
+            min_p=min_p,
+            seed=self._seeds.index_select(0, rows),
+            position=positions,
+            all_greedy=not flags & RANDOM,
+            any_filter=bool(flags & FILTER),
+            penalties=penalties,
+        )
+
+
+def _as_int64(seed: int) -> int:
+    """The low 64 bits of a seed, as a signed number."""
+    return ((seed + 2**63) % 2**64) - 2**63

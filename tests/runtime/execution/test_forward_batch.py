@@ -14,14 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ops.cpu.op_set import CpuOps
 from runtime.execution.forward_batch import (
     ForwardBatch,
-    StepMemory,
+    Staging,
     decode_step,
-    host_forward_batch,
     make_forward_batch,
     make_replay_batch,
 )
+from runtime.execution.kv_pool import StepMemory
 from runtime.execution.model_runner import ModelRunner, ModelStep
-from runtime.execution.staging import Staging
 from runtime.request import Request, SamplingParams
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.ops.gpu.tiny_decoder import PAGE_SIZE, VOCAB_SIZE, make_device, make_runner
@@ -115,7 +114,7 @@ def test_tensors_hold_what_the_batch_says(kind: str, seed: int) -> None:
     at = np.array(prompt, dtype=np.int32)
     for make in (
         lambda memory: make_forward_batch(batch, at, Staging(DEVICE), memory),
-        lambda memory: host_forward_batch(batch, at, memory),
+        lambda memory: make_forward_batch(batch, at, None, memory),
     ):
         memory = fresh_memory(seed)
         forward = make(memory)
@@ -131,10 +130,10 @@ def test_a_replayed_step_is_the_same_step(seed: int) -> None:
     """What a graph makes of rows and lengths is what the eager path makes of the batch."""
     batch = random_batch(random.Random(seed), "decode")
     memory = fresh_memory(seed)
-    replayed = make_replay_batch(batch, Staging(DEVICE), memory)
-    step = decode_step(replayed.rows, replayed.kv_lens, memory, 256)
+    rows, kv_lens, sampled = make_replay_batch(batch, Staging(DEVICE), memory)
+    step = decode_step(rows, kv_lens, memory, 256)
     want = recount(batch, [], memory.next_tokens.tolist())
-    assert values(ForwardBatch(step, replayed.sampled)) == want
+    assert values(ForwardBatch(step, sampled)) == want
 
 
 class Calls(TorchDispatchMode):
