@@ -18,7 +18,7 @@ Conventions, for every operation:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,13 +35,13 @@ class AttentionSpec:
         window: keys attended are max(0, p - window + 1) .. p; 0 means all keys up to p.
         soft_cap: scores become soft_cap * tanh(scores / soft_cap) after scaling; 0 means off.
         sinks: [HQ] float32, one extra logit per head that takes part in the softmax's sum and
-            has no value; None means none.
+            has no value; None means none. A weight, see `ops.blocks.block.Weight`.
     """
 
     scale: float
     window: int = 0
     soft_cap: float = 0.0
-    sinks: Tensor | None = None
+    sinks: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,31 @@ class Routing:
     """How a token's experts follow from the router's logits.
 
     Args:
-        top_k: experts of a token: those with the largest softmax, the lower id among equals.
-        renormalise: their weights are divided by their sum; else the softmax's values are taken.
+        top_k: experts of a token: those with the largest scores, the lower id among equals.
+        renormalise: their weights are divided by their sum; else the scores are taken.
+        score: "softmax" over all experts, or "sigmoid" of each.
+        scale: factor on the weights.
+        groups, top_groups: experts are chosen from the best `top_groups` of so many groups of
+            neighbours (DeepSeek-V2, arXiv:2405.04434).
+        group_score: of a group: its "max" score, or the sum of its "top2".
     """
 
     top_k: int
     renormalise: bool
+    score: str = "softmax"
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+
+
+class Expert(NamedTuple):
+    """One expert's weights: gate_up [2F, H], down [H, F], and biases [2F], [H] or None."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -209,23 +228,29 @@ class OpSet(Protocol):
         """gelu(x[:, :F]) * x[:, F:] -> [T, F], with the tanh form or the exact one."""
         ...
 
-    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """The experts of each token for router logits [T, E]: ids [T, k] int64, the largest first,
-        and weights [T, k] float32."""
+    def clamped_silu_and_mul(self, x: Tensor) -> Tensor:
+        """g * sigmoid(1.702 * g) * (u + 1) -> [T, F] for x [T, 2F], where g = min(x[:, :F], 7) and
+        u = x[:, F:] held within -7 .. 7 (gpt-oss)."""
         ...
 
-    def pack_experts(
-        self, experts: Iterable[tuple[Tensor, Tensor]], *, quantization: str | None = None
-    ) -> Any:
-        """The experts' weights (gate_up [2F, H], down [H, F]) in the backend's own layout; see
-        `pack_linear`."""
+    def route(
+        self, logits: Tensor, routing: Routing, correction: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The experts of each token for router logits [T, E]: ids [T, k] int64, the largest first,
+        and weights [T, k] float32. correction: [E] float32, added to the scores for the choice
+        alone (arXiv:2408.15664)."""
+        ...
+
+    def pack_experts(self, experts: Iterable[Expert], *, quantization: str | None = None) -> Any:
+        """The experts' weights in the backend's own layout; see `pack_linear`."""
         ...
 
     def run_experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: str
     ) -> Tensor:
         """The sum over a token's experts of weight * down(activation(gate) * up), [T, H] in x's
-        type, for x [T, H] and ids, weights [T, k] as `route` gives them.
+        type, for x [T, H] and ids, weights [T, k] as `route` gives them; the activation as
+        `ops.blocks.dense_mlp.act_and_mul` has it.
 
         The sum is float32 and in an order that does not depend on the other tokens. Beyond it a
         token's result depends on them as far as `linear` does.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, Routing, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, Expert, Routing, SamplingTensors
 
 NEG_INF = float("-inf")
 
@@ -112,12 +112,35 @@ def gelu_and_mul(x: Tensor, *, tanh: bool) -> Tensor:
     return (F.gelu(gate, approximate="tanh" if tanh else "none") * up).to(x.dtype)
 
 
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    probs, ids = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, ids = probs[:, : routing.top_k], ids[:, : routing.top_k]
+def clamped_silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(x.dtype)
+
+
+def route(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    wide = logits.float()
+    scores = wide.softmax(-1) if routing.score == "softmax" else wide.sigmoid()
+    choice = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        choice = _of_best_groups(choice, routing)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = scores.gather(1, ids)
     if routing.renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return ids, weights
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+    return ids, weights * routing.scale
+
+
+def _of_best_groups(choice: Tensor, routing: Routing) -> Tensor:
+    """The scores [T, E], those outside a token's best groups at -inf."""
+    grouped = choice.view(choice.shape[0], routing.groups, -1)
+    top = 2 if routing.group_score == "top2" else 1
+    score = grouped.topk(top, dim=-1).values.sum(-1)
+    best = score.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+    kept = torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~kept[..., None], NEG_INF).flatten(1)
 
 
 # --------------------------------------------------------------------------- sampling
@@ -237,6 +260,7 @@ class ReferenceOps:
     decode_attention = staticmethod(extend_attention)
     silu_and_mul = staticmethod(silu_and_mul)
     gelu_and_mul = staticmethod(gelu_and_mul)
+    clamped_silu_and_mul = staticmethod(clamped_silu_and_mul)
     route = staticmethod(route)
     sample = staticmethod(sample)
 
@@ -252,11 +276,12 @@ class ReferenceOps:
         wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         return wide.to(x.dtype)
 
-    def pack_experts(
-        self, experts: Iterable[tuple[Tensor, Tensor]], *, quantization: str | None = None
-    ) -> Any:
+    def pack_experts(self, experts: Iterable[Expert], *, quantization: str | None = None) -> Any:
         return [
-            tuple(self.pack_linear(weight, quantization=quantization) for weight in expert)
+            (
+                self.pack_linear(expert.gate_up, expert.gate_up_bias, quantization=quantization),
+                self.pack_linear(expert.down, expert.down_bias, quantization=quantization),
+            )
             for expert in experts
         ]
 

@@ -116,11 +116,12 @@ class RandomReader:
         self._generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)
         self._shared: dict[int, Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, wide: bool = False) -> Tensor:
+        where = self._where | ({"dtype": torch.float32} if wide else {})
         if len(shape) == 1:
-            return torch.ones(shape, **self._where)
+            return torch.ones(shape, **where)
         deviation = {"embed_tokens.weight": 1.0, "lm_head.weight": 3.0 * shape[1] ** -0.5}
-        weight = torch.empty(shape, **self._where)
+        weight = torch.empty(shape, **where)
         self.elements += weight.numel()
         if self._generator is None:
             return weight

@@ -17,14 +17,17 @@ class MixtureOfExperts:
     """The weighted sum of the experts that the router chooses for a token (Shazeer et al. 2017).
 
     Args:
-        router: linear, H -> E. experts: see `OpSet.pack_experts`.
-        activation: "silu", "gelu_tanh" or "gelu".
+        router: linear, H -> E, in float32: a rounding of its outputs may choose other experts.
+        experts: see `OpSet.pack_experts`.
+        activation: see `act_and_mul`.
+        correction: [E] float32, see `OpSet.route`; None: none.
     """
 
     router: Weight
     experts: Weight
     routing: Routing
     activation: str
+    correction: Weight | None = None
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -32,5 +35,6 @@ class MixtureOfExperts:
         return ()
 
     def run(self, x: Tensor, cache: tuple[Tensor, ...], step: DecoderStep, ops: OpSet) -> Tensor:
-        ids, weights = ops.route(ops.linear(x, self.router), self.routing)
+        logits = ops.linear(x.float(), self.router)
+        ids, weights = ops.route(logits, self.routing, self.correction)
         return ops.run_experts(x, ids, weights, self.experts, self.activation)

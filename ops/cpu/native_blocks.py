@@ -90,7 +90,8 @@ def _fill_attention(block: structs.Block, mixer: Attention, kept: Kept) -> None:
 
 def _mlp_fits(mixer: DenseMlp) -> bool:
     packed = isinstance(mixer.gate_up, NativeLinear) and isinstance(mixer.down, NativeLinear)
-    return packed and mixer.intermediate_size % _PANEL == 0 and mixer.activation in ACTIVATIONS
+    shape_fits = mixer.intermediate_size % _PANEL == 0 and mixer.activation in ACTIVATIONS
+    return packed and shape_fits and mixer.gate is None
 
 
 def _fill_mlp(block: structs.Block, mixer: DenseMlp, kept: Kept) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, Routing, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, Expert, Routing, SamplingTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +114,20 @@ class CpuOps:
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate.float(), approximate="tanh" if tanh else "none").mul_(up).to(x.dtype)
 
-    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        return reference.route(logits, routing)
+    def clamped_silu_and_mul(self, x: Tensor) -> Tensor:
+        return reference.clamped_silu_and_mul(x)
 
-    def pack_experts(
-        self, experts: Iterable[tuple[Tensor, Tensor]], *, quantization: str | None = None
-    ) -> Any:
+    def route(
+        self, logits: Tensor, routing: Routing, correction: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return reference.route(logits, routing, correction)
+
+    def pack_experts(self, experts: Iterable[Expert], *, quantization: str | None = None) -> Any:
         return [
-            tuple(self.pack_linear(weight, quantization=quantization) for weight in expert)
+            (
+                self.pack_linear(expert.gate_up, expert.gate_up_bias, quantization=quantization),
+                self.pack_linear(expert.down, expert.down_bias, quantization=quantization),
+            )
             for expert in experts
         ]
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ops.decoder import CompiledDecoder, DecoderModel
+    from ops.op_set import Expert
+
+
+MOST_HEAD_DIM = 256  # wider tiles do not fit into shared memory
 
 
 class GpuOps:
@@ -37,6 +41,7 @@ class GpuOps:
     decode_attention = staticmethod(decode_attention)
     silu_and_mul = staticmethod(silu_and_mul)
     gelu_and_mul = staticmethod(gelu_and_mul)
+    clamped_silu_and_mul = staticmethod(reference.clamped_silu_and_mul)
     route = staticmethod(reference.route)
     sample = staticmethod(sample)
 
@@ -52,9 +57,7 @@ class GpuOps:
         weight, bias = packed
         return F.linear(x, weight, bias)
 
-    def pack_experts(
-        self, experts: Iterable[tuple[Tensor, Tensor]], *, quantization: str | None = None
-    ) -> Any:
+    def pack_experts(self, experts: Iterable[Expert], *, quantization: str | None = None) -> Any:
         """Raises ValueError on a quantization."""
         if quantization is not None:
             raise ValueError(f"quantization {quantization!r}: the GPU op set has none")
@@ -66,5 +69,15 @@ class GpuOps:
         return run_experts(x, ids, weights, packed, activation, self)
 
     def compile(self, model: DecoderModel) -> CompiledDecoder | None:
-        """None: a step runs op by op, and a decode step is replayed as a CUDA graph."""
+        """None: a step runs op by op, and a decode step is replayed as a CUDA graph.
+
+        Raises:
+            ValueError: an attention's heads are wider than the kernels' tiles.
+        """
+        for block in model.blocks:
+            widest = max((shape[-1] for shape in block.mixer.cache_shapes), default=0)
+            if widest > MOST_HEAD_DIM:
+                raise ValueError(
+                    f"its attention has heads of {widest}, the kernels have up to {MOST_HEAD_DIM}"
+                )
         return None

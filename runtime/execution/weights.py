@@ -68,7 +68,11 @@ class _Reader:
     def skip(self, name: str) -> None:
         self._left.pop(name, None)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def skip_all(self, prefix: str) -> None:
+        for name in [name for name in self._left if name.startswith(prefix)]:
+            self.skip(name)
+
+    def take(self, name: str, shape: tuple[int, ...], *, wide: bool = False) -> Tensor:
         """Raises: ModelError: no such tensor, not of this shape, or not of a float type."""
         name = self.prefix + name
         info = self._checkpoint.tensors.get(name)
@@ -90,7 +94,7 @@ class _Reader:
         self._left.pop(name, None)
         tensor = torch.frombuffer(raw.buffer, dtype=dtype).view(raw.shape)
         # A copy, since a view would keep the whole mapped file resident for as long as it serves.
-        return tensor.to(self._device, self._dtype, copy=True)
+        return tensor.to(self._device, torch.float32 if wide else self._dtype, copy=True)
 
     def _report(self) -> None:
         if time.monotonic() - self._reported > _PROGRESS_S:
@@ -158,6 +162,9 @@ class WeightLoader:
         reader.prefix = ""
         vocab_size = min(sampled_ids, model.vocab_size)
         lm_head = self._head(embedding, vocab_size)
+        count = len(model.layers)
+        for i in range(count, count + self._family.unread_layers):
+            reader.skip_all(f"{root}layers.{i}.")
         reader.check_all_taken()
         return replace(
             model,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ops.blocks.attention import Attention
 from ops.blocks.block import Block, Norm
 from ops.blocks.dense_mlp import DenseMlp
+from ops.blocks.latent_attention import LatentAttention
 from ops.decoder import DecoderModel
 from ops.op_set import AttentionSpec
 from runtime.errors import ModelError
@@ -42,11 +43,13 @@ class Family:
             `model.vocab_size` is the rows of the embedding.
         tied: the output layer is the embedding.
         context_length: tokens of a sequence that the model is meant for.
+        unread_layers: layers of the checkpoint behind the model's, which predict further tokens.
     """
 
     model: DecoderModel
     tied: bool
     context_length: int
+    unread_layers: int = 0
 
 
 def head_dim(config: dict[str, Any], default: int | None = None) -> int:
@@ -172,32 +175,51 @@ def attention(
 def dense_mlp(
     config: dict[str, Any],
     *,
+    path: str = "mlp",
+    inner: int | None = None,
     bias: bool = False,
     activation_key: str = "hidden_act",
-    gate_up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj"),
+    gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj"),
 ) -> DenseMlp:
-    """The MLP as Llama has it, apart from the arguments. Raises: ModelError: see `attention`."""
-    hidden, inner = (
-        values.integer(config, "hidden_size"),
-        values.integer(config, "intermediate_size"),
-    )
+    """The MLP as Llama has it, apart from the arguments.
+
+    Args:
+        path: what the names of its tensors begin with. inner: None: the config's.
+    Raises:
+        ModelError: see `attention`.
+    """
+    hidden = values.integer(config, "hidden_size")
+    inner = inner or values.integer(config, "intermediate_size")
+    names = tuple(f"{path}.{name}" for name in gate_up_names)
     return DenseMlp(
         intermediate_size=inner,
-        gate_up=Linear(gate_up_names, (inner, inner), hidden, bias),
-        down=Linear(("mlp.down_proj",), (hidden,), inner, bias),
+        gate_up=Linear(names, (inner, inner), hidden, bias),
+        down=Linear((f"{path}.down_proj",), (hidden,), inner, bias),
         activation=activation(config, activation_key),
     )
 
 
 def pre_norm_layer(
-    config: dict[str, Any], first: Mixer, second: Mixer, *, residual_scale: float = 1.0
+    config: dict[str, Any],
+    first: Mixer,
+    second: Mixer,
+    *,
+    beside: Mixer | None = None,
+    residual_scale: float = 1.0,
 ) -> tuple[Block, ...]:
-    """A layer as Llama has it: two blocks with a norm before each."""
-    names = ("input_layernorm", "post_attention_layernorm")
-    return tuple(
-        Block(mixer=mixer, norm=norm(config, name), residual_scale=residual_scale)
-        for mixer, name in zip((first, second), names, strict=True)
+    """A layer as Llama has it: two blocks with a norm before each.
+
+    Args:
+        beside: reads what the second reads (an expert that every token goes through).
+    """
+    before, between = norm(config, "input_layernorm"), norm(config, "post_attention_layernorm")
+    layer = (
+        Block(mixer=first, norm=before, residual_scale=residual_scale),
+        Block(mixer=second, norm=between, residual_scale=residual_scale),
     )
+    if beside is None:
+        return layer
+    return *layer, Block(mixer=beside, norm=between, residual_scale=residual_scale, parallel=True)
 
 
 def family(
@@ -207,6 +229,7 @@ def family(
     tied: bool = False,
     norm_offset: float = 0.0,
     norm_centered: bool = False,
+    unread_layers: int = 0,
     **special: Any,
 ) -> Family:
     """A model of these layers.
@@ -214,11 +237,12 @@ def family(
     Args:
         tied: where the config does not say.
         norm_offset, norm_centered: of the norm behind the last layer.
+        unread_layers: see `Family`.
         special: fields of `DecoderModel`.
     """
     vocab, hidden = values.integer(config, "vocab_size"), values.integer(config, "hidden_size")
     mixers = [block.mixer for layer in layers for block in layer]
-    ropes = [mixer.rope for mixer in mixers if isinstance(mixer, Attention)]
+    ropes = [mixer.rope for mixer in mixers if isinstance(mixer, Attention | LatentAttention)]
     contexts = [rope.context for rope in ropes if isinstance(rope, RopeSpec)]
     return Family(
         model=DecoderModel(
@@ -232,4 +256,5 @@ def family(
         ),
         tied=values.flag(config, "tie_word_embeddings", tied),
         context_length=min(contexts) if contexts else _longest(config),
+        unread_layers=unread_layers,
     )

@@ -1,6 +1,7 @@
 """GLM-4: half of a head turns, in pairs; biases on q, k and v; gate and up are one tensor.
 
 The first release (`glm`) has norms before the mixers, the 0414 release (`glm4`) on both sides.
+GLM-4.5 and 4.6 (`glm4_moe`) have experts, and turn a head in halves.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ops.blocks.block import Block
 from runtime.models import config_values as values
+from runtime.models.deepseek import deepseek_family, deepseek_v3_experts
 from runtime.models.family import (
     Family,
     attention,
@@ -49,6 +51,18 @@ def read_glm4(config: dict[str, Any]) -> Family:
     return family(config, (layer,) * values.layers(config))
 
 
+def read_glm4_moe(config: dict[str, Any]) -> Family:
+    config = {"rms_norm_eps": 1e-5, **config}
+    dim = head_dim(config)
+    mixer = attention(
+        config,
+        parse_rope(config, dim, partial_rotary_factor=0.5),
+        qkv_bias=values.flag(config, "attention_bias", False),
+        qk_norm_offset=0.0 if values.flag(config, "use_qk_norm", False) else None,
+    )
+    return deepseek_family(config, mixer, deepseek_v3_experts(config))
+
+
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return {"rms_norm_eps": 1.5625e-7, "num_key_value_heads": 2, **config}
 
@@ -63,5 +77,5 @@ def _mixers(config: dict[str, Any]) -> tuple[Attention, DenseMlp]:
             qkv_bias=values.flag(config, "attention_bias", True),
             rope_interleaved=True,
         ),
-        dense_mlp(config, gate_up_names=("mlp.gate_up_proj",)),
+        dense_mlp(config, gate_up_names=("gate_up_proj",)),
     )

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ops.blocks.mixture import MixtureOfExperts
-from ops.op_set import Routing
+from ops.op_set import Expert, Routing
 from runtime.errors import ModelError
 from runtime.models import config_values as values
 from runtime.models.family import activation
-from runtime.models.sources import Linear, Source
+from runtime.models.sources import Linear, Source, Wide
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterator
 
     from runtime.models.sources import WeightReader
 
@@ -40,11 +40,40 @@ class Experts(Source):
         experts = (self._expert(reader, i) for i in range(self.count))
         return reader.ops.pack_experts(experts, quantization=reader.quantization)
 
-    def _expert(self, reader: WeightReader, i: int) -> tuple[Tensor, Tensor]:
+    def _expert(self, reader: WeightReader, i: int) -> Expert:
         at, hidden, inner = f"{self.path}.{i}.", self.hidden_size, self.intermediate_size
         gate_up = Linear((at + self.gate, at + self.up), (inner, inner), hidden)
         down = Linear((at + self.down,), (hidden,), inner)
-        return gate_up.read(reader, ".weight", hidden), down.read(reader, ".weight", inner)
+        return Expert(gate_up.read(reader, ".weight", hidden), down.read(reader, ".weight", inner))
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts(Source):
+    """The experts of a layer in one tensor for all, with biases, as gpt-oss has them: inputs before
+    outputs, and the columns of gate and up in turns."""
+
+    path: str
+    count: int
+    hidden_size: int
+    intermediate_size: int
+
+    def load(self, reader: WeightReader) -> Any:
+        return reader.ops.pack_experts(self._experts(reader), quantization=reader.quantization)
+
+    def _experts(self, reader: WeightReader) -> Iterator[Expert]:
+        count, hidden, inner = self.count, self.hidden_size, self.intermediate_size
+        gate_up = reader.take(f"{self.path}.gate_up_proj", (count, hidden, 2 * inner))
+        gate_up_bias = reader.take(f"{self.path}.gate_up_proj_bias", (count, 2 * inner))
+        down = reader.take(f"{self.path}.down_proj", (count, inner, hidden))
+        down_bias = reader.take(f"{self.path}.down_proj_bias", (count, hidden))
+        for i in range(count):
+            rows, bias = gate_up[i].t(), gate_up_bias[i]
+            yield Expert(
+                rows.view(inner, 2, hidden).transpose(0, 1).reshape(2 * inner, hidden),
+                down[i].t().contiguous(),
+                bias.view(inner, 2).t().reshape(2 * inner),
+                down_bias[i].clone(),
+            )
 
 
 def mixture_of_experts(
@@ -54,26 +83,61 @@ def mixture_of_experts(
     renormalise: bool,
     intermediate_key: str,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    score: str = "softmax",
+    scale: float = 1.0,
+    groups: tuple[int, int, str] = (1, 1, "max"),
+    corrected: bool = False,
 ) -> MixtureOfExperts:
     """The experts and the router of a layer, at "{path}.experts" and "{path}.gate".
 
     Args:
         intermediate_key: of the width of an expert. names: of gate, up and down.
+        score, scale: see `Routing`. groups: its groups, top_groups and group_score.
+        corrected: with `MixtureOfExperts.correction`.
     Raises:
         ModelError: the config's numbers are missing or do not fit together.
     """
-    # transformers 5 writes one name for what published configs of Qwen call by another.
-    key = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    count, top_k = _experts_of_a_token(config)
+    if count % groups[0] or not 1 <= groups[1] <= groups[0]:
+        raise ModelError(
+            f"config.json: {count} experts do not make {groups[0]} groups of which {groups[1]} are"
+            " taken (n_group, topk_group)"
+        )
+    size = count // groups[0]
+    if top_k > size * groups[1] or (groups[2] == "top2" and size < 2 and groups[0] > 1):
+        raise ModelError(f"config.json: groups of {size} experts (n_group {groups[0]}) are too few")
+    hidden = values.integer(config, "hidden_size")
+    inner = values.integer(config, intermediate_key)
+    return MixtureOfExperts(
+        router=Linear((f"{path}.gate",), (count,), hidden, wide=True),
+        experts=Experts(f"{path}.experts", *names, count, hidden, inner),
+        routing=Routing(top_k, renormalise, score, scale, *groups),
+        activation=activation(config),
+        correction=Wide(f"{path}.gate.e_score_correction_bias", count) if corrected else None,
+    )
+
+
+def stacked_mixture_of_experts(config: dict[str, Any], *, path: str) -> MixtureOfExperts:
+    """The experts of gpt-oss: `StackedExperts` at "{path}.experts", a router with biases at
+    "{path}.router", clamped activation. Raises: ModelError: see `mixture_of_experts`."""
+    count, top_k = _experts_of_a_token(config)
+    hidden = values.integer(config, "hidden_size")
+    inner = values.integer(config, "intermediate_size")
+    return MixtureOfExperts(
+        router=Linear((f"{path}.router",), (count,), hidden, bias=True, wide=True),
+        experts=StackedExperts(f"{path}.experts", count, hidden, inner),
+        routing=Routing(top_k, renormalise=True),
+        activation="clamped_silu",
+    )
+
+
+def _experts_of_a_token(config: dict[str, Any]) -> tuple[int, int]:
+    """How many experts there are, and of a token."""
+    # transformers 5 writes one name for what published configs call by others.
+    keys = ("num_experts", "n_routed_experts", "num_local_experts")
+    key = next((key for key in keys if config.get(key) is not None), keys[-1])
     count = values.integer(config, key, high=_MOST_EXPERTS)
     top_k = values.integer(config, "num_experts_per_tok")
     if top_k > count:
         raise ModelError(f"config.json: num_experts_per_tok {top_k} is more than {key} {count}")
-    hidden = values.integer(config, "hidden_size")
-    inner = values.integer(config, intermediate_key)
-    return MixtureOfExperts(
-        # Small, and a rounding of its outputs may choose other experts.
-        router=Linear((f"{path}.gate",), (count,), hidden, quantized=False),
-        experts=Experts(f"{path}.experts", *names, count, hidden, inner),
-        routing=Routing(top_k, renormalise),
-        activation=activation(config),
-    )
+    return count, top_k

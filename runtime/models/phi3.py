@@ -28,6 +28,6 @@ def read(config: dict[str, Any]) -> Family:
             window=sliding_window(config),
             qkv_names=("self_attn.qkv_proj",),
         ),
-        dense_mlp(config, gate_up_names=("mlp.gate_up_proj",)),
+        dense_mlp(config, gate_up_names=("gate_up_proj",)),
     )
     return family(config, (layer,) * values.layers(config))

@@ -15,7 +15,7 @@ from runtime.models.family import (
     sliding_window,
 )
 from runtime.models.mixture import mixture_of_experts
-from runtime.models.qwen2 import qwen_windows
+from runtime.models.qwen2 import is_dense, qwen_windows
 from runtime.models.rope import parse_rope
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ def read_moe(config: dict[str, Any]) -> Family:
     slides = values.flag(config, "use_sliding_window", False)
     windows = (sliding_window(config) if slides else 0,) * count
     mixers = _attention(config, head_dim(config), windows)
-    dense = values.integers(config, "mlp_only_layers")
-    interval = values.integer(config, "decoder_sparse_step", 1)
     mlp = dense_mlp(config)
     experts = mixture_of_experts(
         config,
@@ -45,8 +43,8 @@ def read_moe(config: dict[str, Any]) -> Family:
     return family(
         config,
         tuple(
-            pre_norm_layer(config, mixer, mlp if i in dense or (i + 1) % interval else experts)
-            for i, mixer in enumerate(mixers)
+            pre_norm_layer(config, mixer, mlp if dense else experts)
+            for mixer, dense in zip(mixers, is_dense(config), strict=True)
         ),
     )
 

@@ -67,6 +67,12 @@ class RopeSpec(Source):
         """One of the parameters, above 0. Raises: ModelError: absent without a default, or none."""
         return values.number(self.parameters, key, default)
 
+    def score_scale(self) -> float:
+        """Factor on the scores of DeepSeek's attention, whose queries and keys turn in part."""
+        if self.type == "default" or not self.parameters.get("mscale_all_dim"):
+            return 1.0
+        return _yarn_scale(self._yarn_factor(), self.number("mscale_all_dim")) ** 2
+
     def _inverse_frequencies(self, positions: int) -> Tensor:
         """[1 or positions, dim / 2] float32."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32)[None] / self.dim

@@ -32,8 +32,8 @@ class WeightReader(Protocol):
     quantization: str | None
     context_length: int
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of the layer, on the device in the model's type.
+    def take(self, name: str, shape: tuple[int, ...], *, wide: bool = False) -> Tensor:
+        """A tensor of the layer, on the device in the model's type, or in float32 if `wide`.
 
         Raises: ModelError: there is none, or it has another shape or no float type.
         """
@@ -72,33 +72,47 @@ class Vector(Source):
 
 
 @dataclass(frozen=True, slots=True)
+class Wide(Source):
+    """A tensor [size] that is float32 whatever the model's type, under its whole name."""
+
+    name: str
+    size: int
+
+    def load(self, reader: WeightReader) -> Tensor:
+        return reader.take(self.name, (self.size,), wide=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Linear(Source):
     """A linear layer, packed by the op set.
 
     Args:
         names: tensors that are stacked one below the other; one name takes the whole stack.
         outputs: rows of each part.
-        quantized: by the serve option, where it asks for it.
+        wide: in float32 whatever the model's type, and never quantized.
     """
 
     names: tuple[str, ...]
     outputs: tuple[int, ...]
     inputs: int
     bias: bool = False
-    quantized: bool = True
+    wide: bool = False
 
     def load(self, reader: WeightReader) -> Any:
         weight = self.read(reader, ".weight", self.inputs)
         bias = self.read(reader, ".bias") if self.bias else None
-        quantization = reader.quantization if self.quantized else None
+        quantization = None if self.wide else reader.quantization
         return reader.ops.pack_linear(weight, bias, quantization=quantization)
 
     def read(self, reader: WeightReader, suffix: str, *columns: int) -> Tensor:
         """The stack [sum of outputs, *columns], not packed."""
         if len(self.names) == 1:
-            return reader.take(self.names[0] + suffix, (sum(self.outputs), *columns))
+            shape = (sum(self.outputs), *columns)
+            return reader.take(self.names[0] + suffix, shape, wide=self.wide)
         parts = zip(self.names, self.outputs, strict=True)
-        return torch.cat([reader.take(name + suffix, (rows, *columns)) for name, rows in parts])
+        return torch.cat(
+            [reader.take(name + suffix, (rows, *columns), wide=self.wide) for name, rows in parts]
+        )
 
 
 def loaded(described: Any, reader: WeightReader) -> Any:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ops.gpu.op_set import GpuOps
-from ops.op_set import Routing
+from ops.op_set import Expert, Routing
 from runtime.execution.device import Device, Fence
 from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.request import Request, SamplingParams
@@ -174,8 +174,11 @@ def test_experts_are_computed_without_a_wait() -> None:
     """Which expert a token goes through is never known to the host."""
     ops, where = GpuOps(), {"device": "cuda"}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        experts = [(torch.empty(64, 48, **where), torch.empty(48, 32, **where)) for _ in range(8)]
-        ids, weights = ops.route(torch.empty(9, 8, **where), Routing(3, renormalise=True))
+        shapes = (64, 48), (48, 32), (64,), (48,)
+        experts = [Expert(*(torch.empty(shape, **where) for shape in shapes)) for _ in range(8)]
+        routing = Routing(3, True, "sigmoid", groups=4, top_groups=2, group_score="top2")
+        correction = torch.empty(8, **where)
+        ids, weights = ops.route(torch.empty(9, 8, **where), routing, correction)
         x = torch.empty(9, 48, **where)
         out = ops.run_experts(x, ids, weights, ops.pack_experts(experts), "silu")
         assert (out.shape, out.device.type) == ((9, 48), "cuda")

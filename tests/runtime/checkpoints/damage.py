@@ -6,6 +6,7 @@ import math
 import time
 
 from ops.blocks.attention import Attention
+from ops.blocks.latent_attention import LatentAttention
 from runtime.errors import ModelError
 from runtime.models.family import Family
 from runtime.models.registry import read_family
@@ -48,5 +49,5 @@ def read_model(config):
 def ropes(family: Family) -> list[RopeSpec]:
     """The rotary embeddings of a model, each once."""
     mixers = [block.mixer for block in family.model.blocks]
-    found = [mixer.rope for mixer in mixers if isinstance(mixer, Attention)]
+    found = [mixer.rope for mixer in mixers if isinstance(mixer, Attention | LatentAttention)]
     return list({id(rope): rope for rope in found if rope is not None}.values())

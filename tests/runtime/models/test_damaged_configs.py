@@ -31,6 +31,7 @@ def configs() -> dict[str, dict]:
     for kind in FAMILIES:
         shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
         shape |= {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 512}
+        shape |= {"num_experts_per_tok": 2}
         config = json.loads(json.dumps(CONFIG_MAPPING[kind](**shape).to_dict(), default=str))
         found[kind] = config
         if kind == "llama":
