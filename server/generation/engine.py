@@ -101,7 +101,7 @@ class Engine:
         self._stopping = True
         for choice in list(self._live.values()):
             self.scheduler.abort(choice.request.request_id)
-            self._leave(choice, "abort")
+            self._leave(choice)
             choice.stream.fail(EngineDead("the server is stopping"))
         self._wake.set()
         if self._task is not None:
@@ -148,7 +148,7 @@ class Engine:
             message = str(error) if known else f"internal error ({_kind(error)})"
             self.dead = EngineDead(f"the engine has stopped: {message}")
             for choice in list(self._live.values()):
-                self._leave(choice, "error")
+                self._leave(choice)
                 choice.stream.fail(self.dead)
             if not isinstance(error, Exception):
                 raise
@@ -274,7 +274,7 @@ class Engine:
             if finish is not None:
                 if finish is not output.finish:  # found in the text: the scheduler must be told
                     self.scheduler.finish(output.request.request_id, finish)
-                self._leave(choice, finish.reason.value)
+                self._leave(choice)
 
     def _close(self, choice: ChoiceOutput, finish: Finish) -> None:
         """Ends a choice from outside; its rows and pages follow when no step names them."""
@@ -283,7 +283,7 @@ class Engine:
         except Exception as error:
             self._fail(choice, error)
         else:
-            self._leave(choice, finish.reason.value)
+            self._leave(choice)
 
     def _fail(self, choice: ChoiceOutput, error: Exception) -> None:
         """Ends a choice that cannot go on, with the error its client gets."""
@@ -296,7 +296,7 @@ class Engine:
                 f"the output cannot be processed: internal error ({_kind(error)})"
             )
         self.scheduler.finish(request_id, Finish(FinishReason.ERROR, message=str(told)))
-        self._leave(choice, "error")
+        self._leave(choice)
         choice.stream.fail(told)
 
     def _follow(self, choice: ChoiceOutput) -> None:
@@ -312,14 +312,14 @@ class Engine:
             self._fail(choice, choice.matcher.refused)
         self._wake.set()
 
-    def _leave(self, choice: ChoiceOutput, reason: str) -> None:
+    def _leave(self, choice: ChoiceOutput) -> None:
         """Nobody waits for a choice any more."""
         del self._live[choice.request.request_id]
         self._masked_live -= choice.masked
         try:
             if choice.matcher is not None:
                 choice.matcher.close()
-            self.metrics.finished(choice, reason, self.clock())
+            self.metrics.finished(choice, self.clock())
         except Exception:
             log.exception("request %s could not be counted", choice.request.request_id)
 

@@ -1,8 +1,11 @@
-"""What /metrics shows: counted here in plain ints, rendered through prometheus_client when asked.
+"""What /metrics shows, rendered through prometheus_client when asked.
+
+What is counted has one ledger, the scheduler's, whose statistics are read here. What only the
+server sees is kept here: latencies as clients meet them, and error answers. Observing costs a
+bisection per token, since the loop does it for every row of every step.
 
 Figures appear under the names of vLLM and of SGLang at once, so that dashboards made for either
-show this server; what only loomserve knows is named `loomserve:`. Counting costs an addition or a
-bisection per token, since the loop does it for every row of every step.
+show this server; what only loomserve knows is named `loomserve:`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+
+from runtime.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +64,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Metrics:
-    """Everything counted while serving. Written by the engine and the HTTP layer.
+    """What the server sees beside the scheduler. Written by the engine and the HTTP layer.
 
     Args:
         statistics: asks the scheduler, when /metrics is read.
@@ -70,17 +75,7 @@ class Metrics:
     statistics: Callable[[], SchedulerStatistics]
     waited_seconds: Callable[[Request], Mapping[str, float]]
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generation_tokens: int = 0
-    by_finish: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "timeout", "error"), 0)
-    )
     rejected: dict[str, int] = field(default_factory=dict)  # by HTTP status
-    steps_by_kind: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("prefill", "decode", "mixed"), 0)
-    )
-    step_failures: int = 0
     connections: Callable[[], int] = lambda: 0
 
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
@@ -97,7 +92,6 @@ class Metrics:
         """A choice got `count` tokens at the moment `now`."""
         if not count:
             return
-        self.generation_tokens += count
         last = choice.last_token_s
         choice.last_token_s = now
         if last is not None:
@@ -110,12 +104,9 @@ class Metrics:
         self.queue_time.observe(sum(waited.values()))
         for term, seconds in waited.items():
             self.wait_time.setdefault(term, Histogram(LATENCY_S)).observe(seconds)
-        self.prompt_tokens += len(request.input_ids)
-        self.cached_tokens += request.cached_tokens
 
-    def finished(self, choice: ChoiceOutput, reason: str, now: float) -> None:
+    def finished(self, choice: ChoiceOutput, now: float) -> None:
         """A choice has ended, in whatever way; every submitted one does so exactly once."""
-        self.by_finish[reason] += 1
         self.request_latency.observe(now - choice.arrival_s)
         self.request_prompt_tokens.observe(len(choice.request.input_ids))
         self.request_generation_tokens.observe(choice.completion_tokens)
@@ -125,8 +116,6 @@ class Metrics:
 
     def step(self, record: StepRecord) -> None:
         """A step was committed, or has failed."""
-        self.steps_by_kind[record.kind] += 1
-        self.step_failures += record.failed is not None
         self.step_time.observe(record.done_s - record.launched_s)
 
     def refused(self, status: int) -> None:
@@ -148,9 +137,10 @@ class _Snapshot:
         self._label = metrics.model_name
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._gauges(self._metrics.statistics())
-        yield from self._counters(self._metrics.statistics())
-        yield from self._labelled_counters()
+        now = self._metrics.statistics()
+        yield from self._gauges(now)
+        yield from self._counters(now)
+        yield from self._labelled_counters(now)
         yield from self._histograms()
 
     def _gauges(self, s: SchedulerStatistics) -> Iterator[Metric]:
@@ -158,7 +148,7 @@ class _Snapshot:
         usage = used / max(1, s.capacity_tokens - s.reserved_tokens)
         active = s.running + s.prefilling
         queued = s.waiting + s.waiting_grammar
-        found = self._metrics.prompt_tokens
+        c = s.counters
         yield from self._family(
             GaugeMetricFamily,
             [
@@ -174,7 +164,7 @@ class _Snapshot:
                 (
                     "sglang:cache_hit_rate",
                     "Share of prompt tokens found in the prefix cache since start",
-                    self._metrics.cached_tokens / found if found else 0.0,
+                    c.cached_tokens / c.prompt_tokens if c.prompt_tokens else 0.0,
                 ),
                 ("loomserve:kv_free_tokens", "KV tokens that nothing holds", s.free_tokens),
                 ("loomserve:kv_cached_tokens", "KV tokens of the prefix cache", s.cached_tokens),
@@ -205,19 +195,19 @@ class _Snapshot:
         )
 
     def _counters(self, s: SchedulerStatistics) -> Iterator[Metric]:
-        m, c = self._metrics, s.counters
+        c = s.counters
         yield from self._family(
             CounterMetricFamily,
             [
                 (
-                    "vllm:prompt_tokens sglang:prompt_tokens",
-                    "Prompt tokens of requests that got their first token",
-                    m.prompt_tokens,
+                    "vllm:prompt_tokens sglang:prompt_tokens vllm:prefix_cache_queries",
+                    "Prompt tokens of admitted requests, all of them looked up in the prefix cache",
+                    c.prompt_tokens,
                 ),
                 (
                     "vllm:generation_tokens sglang:generation_tokens",
                     "Tokens generated",
-                    m.generation_tokens,
+                    c.output_tokens,
                 ),
                 (
                     "vllm:num_preemptions sglang:num_retracted_requests",
@@ -225,40 +215,36 @@ class _Snapshot:
                     c.retractions + c.preemptions,
                 ),
                 (
-                    "vllm:prefix_cache_queries",
-                    "Prompt tokens looked up in the prefix cache",
-                    c.prompt_tokens,
-                ),
-                (
                     "vllm:prefix_cache_hits sglang:cached_tokens",
                     "Prompt tokens found there",
                     c.cached_tokens,
                 ),
-                ("sglang:num_requests", "Requests that ended", sum(m.by_finish.values())),
-                ("sglang:num_aborted_requests", "Requests aborted", m.by_finish["abort"]),
+                ("sglang:num_requests", "Requests that ended", sum(c.finished.values())),
+                ("sglang:num_aborted_requests", "Requests aborted", c.finished.get("abort", 0)),
                 ("loomserve:chunks", "Chunks of prompts computed", c.chunks),
-                ("loomserve:step_failures", "Steps that failed", m.step_failures),
+                ("loomserve:step_failures", "Steps that failed", c.failed_steps),
             ],
         )
 
-    def _labelled_counters(self) -> Iterator[Metric]:
-        m = self._metrics
-        waits = self._metrics.statistics().wait_seconds
+    def _labelled_counters(self, s: SchedulerStatistics) -> Iterator[Metric]:
+        c, refused = s.counters, self._metrics.rejected
+        finished = {reason.value: c.finished.get(reason.value, 0) for reason in FinishReason}
+        steps = {"prefill": c.prefill_steps, "decode": c.decode_steps, "mixed": c.mixed_steps}
         for name, help, label, values in (
             (
                 "vllm:request_success",
                 "Requests that ended, by how (aborted ones too)",
                 "finished_reason",
-                m.by_finish,
+                finished,
             ),
-            ("loomserve:steps", "Steps, by kind", "kind", m.steps_by_kind),
-            ("loomserve:refused_requests", "Error answers, by status", "status", m.rejected),
+            ("loomserve:steps", "Steps, by kind", "kind", steps),
+            ("loomserve:refused_requests", "Error answers, by status", "status", refused),
             (
                 "loomserve:wait_seconds",
                 "Seconds for which each term kept the queue's head from being admitted"
                 " (next_pass runs while nothing waits, too)",
                 "term",
-                waits,
+                s.wait_seconds,
             ),
         ):
             family = CounterMetricFamily(name, help, labels=["model_name", label])

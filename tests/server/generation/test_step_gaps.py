@@ -31,7 +31,7 @@ async def test_streams_get_a_token_in_every_step_while_prompts_are_cut():
             asyncio.create_task(server.complete(f"stream {i}", max_tokens=200))
             for i in range(STREAMS)
         ]
-        while engine.metrics.generation_tokens < 4 * STREAMS:  # noqa: ASYNC110
+        while engine.scheduler.counters.output_tokens < 4 * STREAMS:  # noqa: ASYNC110
             await asyncio.sleep(0)
         ids = {record.request_id for record in engine.scheduler.requests}
         prompts = [
