@@ -23,7 +23,7 @@ from server.api.kinds import (
     TokenIds,
 )
 from server.api.unserved import ANSWER, PROMPT, SAMPLING, SERVING
-from server.generation import stop_expressions, stop_strings
+from server.generation import stop_expressions, stop_rules
 from server.generation.params import GenerationParams
 from server.generation.stop_rules import compile_stops
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Below this a temperature is greedy: the quotient of two logits would overflow float32.
 GREEDY_TEMPERATURE = 1e-4
-STOPS = Texts(most=16, altogether=stop_strings.MAX_CHARACTERS)
+STOPS = Texts(most=16, altogether=stop_rules.MAX_CHARACTERS)
 EXPRESSIONS = Texts(
     most=16,
     longest=stop_expressions.MAX_CHARACTERS,

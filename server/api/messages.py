@@ -14,7 +14,7 @@ from server.api.grammar_fields import SCHEMA
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Choice, Either, Integer, Items, JsonObject, Text, Texts
 from server.api.messages_answer import AnthropicAnswer
-from server.generation.stop_strings import MAX_CHARACTERS
+from server.generation.stop_rules import MAX_CHARACTERS
 from server.grammars.output_rules import OutputRule
 from server.service import SERVICE, json_response
 

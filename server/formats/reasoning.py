@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from runtime.errors import ConfigError
+from server.text.marks import Marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class ReasoningParser:
 
     def __init__(self, family: ReasoningFamily, prompt: str = "", begun: str = "") -> None:
         self.family = family
+        self._end = Marks((family.end,))
         self._pending = ""
         self._begun = False  # something of the reasoning but blanks has come
         self._where = _Where.BEFORE
@@ -128,12 +130,7 @@ class ReasoningParser:
             self._where = _Where.GAP
             self._pending = text[at + len(end) :]
             return text[:at].rstrip()
-        kept = len(text)
-        if not final:
-            for size in range(min(len(end) - 1, len(text)), 0, -1):
-                if end.startswith(text[-size:]):
-                    kept -= size
-                    break
+        kept = len(text) - (0 if final else self._end.undecided(text))
         # Blanks before the end mark are not part of the reasoning.
         out = text[:kept].rstrip()
         self._pending = "" if final else text[len(out) :]

@@ -11,6 +11,7 @@ import string
 from typing import TYPE_CHECKING
 
 from server.formats.events import CallArguments, CallStart, Text
+from server.text.marks import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,10 @@ class ToolCallParser:
     """
 
     markers: tuple[str, ...] = ()
+    _marks = Marks(())
+
+    def __init_subclass__(cls) -> None:
+        cls._marks = Marks(cls.markers)
 
     def __init__(
         self, known: Mapping[str, Sequence[str]], new_id: Callable[[], str] = openai_call_id
@@ -91,7 +96,7 @@ class ToolCallParser:
             self._state = self._after_marker
             return True
         # Blanks before a call belong to neither; what may become a marker waits.
-        kept = len(text) - (0 if final else self._partial_marker(text))
+        kept = len(text) - (0 if final else self._marks.undecided(text))
         stripped = text[:kept].rstrip()
         if final:
             stripped = stripped if self.calls else text
@@ -103,14 +108,6 @@ class ToolCallParser:
         raise AssertionError("each parser has its own")
 
     # Helpers of states
-
-    def _partial_marker(self, text: str) -> int:
-        """Length of the longest end of text that a marker begins with."""
-        longest = max(map(len, self.markers), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(m.startswith(text[-size:]) for m in self.markers):
-                return size
-        return 0
 
     def _skip(self, characters: str) -> str:
         """Drops such characters; the next one, or "" when there is none yet."""

@@ -10,11 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from runtime.errors import InvalidRequest
 from server.generation.stop_expressions import ExpressionScanner, compile_expressions
-from server.generation.stop_strings import StopStrings
+from server.text.marks import Marks
 
 if TYPE_CHECKING:
     from server.generation.stop_expressions import Expression
+
+# Of the stop strings: preparing them takes 1 to 2 us a character, on the event loop.
+MAX_CHARACTERS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class StopRules:
 
     strings: tuple[str, ...] = ()
     expressions: tuple[Expression, ...] = ()
-    automaton: StopStrings | None = None  # of the strings
+    automaton: Marks | None = None  # of the strings
 
 
 def compile_stops(strings: tuple[str, ...], expressions: tuple[str, ...] = ()) -> StopRules:
@@ -32,10 +36,16 @@ def compile_stops(strings: tuple[str, ...], expressions: tuple[str, ...] = ()) -
     Raises: InvalidRequest: an expression that cannot be compiled, or that matches empty text; more
         of either than can be looked for without holding up everybody's tokens.
     """
+    total = sum(map(len, dict.fromkeys(strings)))
+    if total > MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"stop: has {total} characters in all; at most {MAX_CHARACTERS} are allowed",
+            param="stop",
+        )
     return StopRules(
         strings,
         compile_expressions(expressions),
-        StopStrings(strings) if strings else None,
+        Marks(strings) if strings else None,
     )
 
 
@@ -95,7 +105,7 @@ class StopScanner:
             state = automaton.step(state, character)
             if best is not None and end - automaton.depth[state] > best[0]:
                 break  # whatever is complete later also starts later
-            if length := automaton.stop_length[state]:
+            if length := automaton.length[state]:
                 best = _earlier(best, (end - length, end, undecided[end - length : end]))
         self._state = state
         return best, len(undecided) - automaton.depth[state]

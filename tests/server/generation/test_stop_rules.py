@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest
 from server.generation.stop_rules import StopScanner, compile_stops
-from server.generation.stop_strings import StopStrings
 
 
 def scan(pieces, strings=(), expressions=(), include=False):
@@ -95,7 +94,7 @@ def test_the_work_does_not_grow_with_the_number_of_stops():
 
 def test_more_stop_text_than_can_be_prepared_is_refused():
     with pytest.raises(InvalidRequest, match="stop: has 20000 characters in all; at most 8192"):
-        StopStrings([f"{i:04}" * 50 for i in range(100)])
+        compile_stops(tuple(f"{i:04}" * 50 for i in range(100)))
 
 
 def test_text_that_cannot_begin_a_stop_is_not_held_back():
