@@ -18,7 +18,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import LoomserveError
-from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.replay import replay
 from runtime.simulation.trace import config_from, parse_override, read_trace
 
@@ -40,7 +39,7 @@ def main() -> int:
         overrides = dict(parse_override(text) for text in args.set)
         trace = read_trace(args.trace)
         start_s = time.perf_counter()
-        report = replay(trace, Scheduler(config_from(trace.options, overrides)))
+        report = replay(trace, config_from(trace.options, overrides))
     except LoomserveError as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from runtime.checkpoints.generation_config import read_sampling
 from runtime.scheduling.scheduler import Scheduler
@@ -93,10 +93,9 @@ def sampling_defaults(option: str, folder: Path) -> SamplingDefaults:
 
 def make_scheduler(config: SchedulerConfig, trace: str | None) -> Scheduler:
     """A scheduler; one that writes down its inputs and decisions where a trace is wanted."""
-    scheduler = Scheduler(config)
     if trace is None:
-        return scheduler
+        return Scheduler(config)
     from runtime.simulation.recorder import RecordingScheduler
     from runtime.simulation.trace import TraceWriter
 
-    return cast("Scheduler", RecordingScheduler(scheduler, TraceWriter(Path(trace), config)))
+    return RecordingScheduler(config, TraceWriter(Path(trace), config))

@@ -174,7 +174,7 @@ class Admission:
     def _free_rows(self) -> int:
         pending = self._life.chunked is not None
         most = self._config.max_running_requests - len(self._life.running) - pending
-        return min(most, self._memory.rows.num_free)
+        return min(most, len(self._memory.free_rows))
 
     def _delayer_allows(self, now: float, rows: int) -> bool:
         if self._delayer is None or self._life.chunked is not None:

@@ -133,9 +133,9 @@ class _Recount:
         self._own(allocator.deferred())
 
     def _check_rows(self) -> None:
-        free = self._memory.rows.snapshot()
-        rows = sorted([*free, *(request.row for request in self._holders if request.row >= 0)])
-        expected = list(range(1, self._memory.rows.num_rows + 1))
+        held = [request.row for request in self._holders if request.row >= 0]
+        rows = sorted([*self._memory.free_rows, *held])
+        expected = list(range(1, self._memory.num_rows + 1))
         _require(rows == expected, f"table rows {rows} are free or held, expected {expected}")
 
     def _check_tree(self) -> Iterator[None]:

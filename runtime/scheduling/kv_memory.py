@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
-from runtime.scheduling.page_allocator import PageAllocator, RowPool
+from runtime.scheduling.page_allocator import PageAllocator
 from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache
 from runtime.scheduling.radix_tree import TOKEN_BYTES, Place
 
@@ -53,7 +53,9 @@ class KVMemory:
     def __init__(self, config: SchedulerConfig) -> None:
         self.page_size = config.page_size
         self.allocator = PageAllocator(config.capacity_tokens, config.page_size)
-        self.rows = RowPool(config.max_running_requests)
+        # Rows of the block table, last in first out; padding has row 0.
+        self.num_rows = config.max_running_requests
+        self.free_rows = list(range(self.num_rows, 0, -1))
         self.cache = RadixCache(self.allocator, config.eviction_policy)
         self.cache_enabled = not config.disable_radix_cache
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
@@ -124,7 +126,7 @@ class KVMemory:
     def start(self, request: Request, match: PrefixMatch) -> None:
         """Gives an admitted request its row and its cached prefix, which the caller has locked."""
         record = request.scheduling
-        request.row = self.rows.allocate()
+        request.row = self.free_rows.pop()
         request.pages = self.cache.pages(match.node, 0, match.tokens)
         request.length = match.tokens
         self.cache.count_use(match.node)
@@ -244,7 +246,7 @@ class KVMemory:
             self.share(request, min(keep_tokens, request.length))
         self.cache.unlock(record.node)
         self.allocator.free(request.pages[record.tree_tokens // self.page_size :])
-        self.rows.free(request.row)
+        self.free_rows.append(request.row)
         request.row = -1
         request.pages = array("i")
         record.node = None

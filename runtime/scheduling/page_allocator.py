@@ -1,6 +1,6 @@
-"""Free KV pages and free rows of the block table, as ints.
+"""Free KV pages, as ints.
 
-Page 0 and row 0 are never handed out: padding rows of a captured graph read and write them. A page
+Page 0 is never handed out: padding rows of a captured graph read and write it. A page
 given back while a launched step still names it stays out of the free list until that step is
 committed (`free_after`); it then counts as reserved.
 """
@@ -14,34 +14,6 @@ from runtime.errors import InvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-
-class RowPool:
-    """Hands out rows of the block table, last in first out.
-
-    Args:
-        num_rows: rows beside the reserved row 0.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self._free = list(range(num_rows, 0, -1))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self) -> int:
-        """Takes a row. The caller has made sure that one is free."""
-        return self._free.pop()
-
-    def free(self, row: int) -> None:
-        """Gives a row back that no launched step names."""
-        self._free.append(row)
-
-    def snapshot(self) -> list[int]:
-        """The free rows, for recounts."""
-        return list(self._free)
 
 
 class PageAllocator:

@@ -137,7 +137,8 @@ class Scheduler:
 
     def abort_all(self, message: str | None = None) -> int:
         """Aborts every request; returns how many."""
-        return sum([self.abort(request_id, message) for request_id in list(self._life.live)])
+        finish, life = Finish(FinishReason.ABORT, message=message), self._life
+        return sum([life.record_ending(name, finish, announced=True) for name in life.live])
 
     def finish(self, request_id: str, finish: Finish) -> bool:
         """Records an end that the text made (a stop string); the next plan applies it without an

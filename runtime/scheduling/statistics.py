@@ -100,7 +100,7 @@ def take_statistics(
         reserved_tokens=reserved,
         evictable_tokens=cache.evictable_tokens,
         protected_tokens=cache.protected_tokens,
-        free_rows=life.memory.rows.num_free,
+        free_rows=len(life.memory.free_rows),
         full=admission.full,
         reason=admission.reason.value,
         new_token_ratio=ratio,

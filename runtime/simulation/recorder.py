@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.trace import (
     Event,
     batch_record,
@@ -15,11 +16,13 @@ from runtime.simulation.trace import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from runtime.config import SchedulerConfig
     from runtime.request import Finish, Grammar, Request, RequestOutput
     from runtime.runner import StepOutput
     from runtime.scheduling.schedule_batch import ScheduleBatch
-    from runtime.scheduling.scheduler import Plan, Scheduler
+    from runtime.scheduling.scheduler import Plan
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -45,26 +48,15 @@ class LatchedGrammar:
         before, self.ready = self.ready, self._inner.ready
         return self.ready and not before
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
+class RecordingScheduler(Scheduler):
+    """A scheduler that writes to a trace what it is told and what it decides. What neither changes
+    nor asks for a decision (statistics, debug records) is not written."""
 
-class RecordingScheduler:
-    """Stands in a scheduler's place, passes every call on, and writes it to a trace.
-
-    Only calls that change or ask for a decision are written; everything else (statistics, debug
-    records) is the inner scheduler's own, reached as if there were no recorder."""
-
-    def __init__(self, inner: Scheduler, writer: EventWriter) -> None:
-        self._inner = inner
+    def __init__(self, config: SchedulerConfig, writer: EventWriter) -> None:
+        super().__init__(config)
         self._writer = writer
-        self._compiling: list[tuple[Request, LatchedGrammar]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def add(self, request: Request, now: float) -> list[RequestOutput]:
-        return self.add_group([request], now)
+        self._latched: list[tuple[Request, LatchedGrammar]] = []  # those not ready yet
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[RequestOutput]:
         for request in requests:
@@ -75,9 +67,9 @@ class RecordingScheduler:
         event: Event = {"event": "add", "now": now, "request": records[0]}
         if len(requests) != 1:
             event = {"event": "add_group", "now": now, "requests": records}
-        outputs = self._call(event, lambda: self._inner.add_group(requests, now))
+        outputs = self._call(event, super().add_group, requests, now)
         self._write(event, outputs=outputs_record(outputs))
-        self._compiling += [
+        self._latched += [
             (request, request.grammar)
             for request in requests
             if isinstance(request.grammar, LatchedGrammar) and not request.grammar.ready
@@ -86,26 +78,26 @@ class RecordingScheduler:
 
     def abort(self, request_id: str, message: str | None = None) -> bool:
         event: Event = {"event": "abort", "id": request_id, "message": message}
-        result = self._call(event, lambda: self._inner.abort(request_id, message))
+        result = self._call(event, super().abort, request_id, message)
         self._write(event, result=result)
         return result
 
     def abort_all(self, message: str | None = None) -> int:
         event: Event = {"event": "abort_all", "message": message}
-        result = self._call(event, lambda: self._inner.abort_all(message))
+        result = self._call(event, super().abort_all, message)
         self._write(event, result=result)
         return result
 
     def finish(self, request_id: str, finish: Finish) -> bool:
         event: Event = {"event": "finish", "id": request_id, "finish": finish_record(finish)}
-        result = self._call(event, lambda: self._inner.finish(request_id, finish))
+        result = self._call(event, super().finish, request_id, finish)
         self._write(event, result=result)
         return result
 
     def plan(self, now: float) -> Plan:
         self._look_at_grammars()
         event: Event = {"event": "plan", "now": now}
-        plan = self._call(event, lambda: self._inner.plan(now))
+        plan = self._call(event, super().plan, now)
         self._write(
             event,
             batch=None if plan.batch is None else batch_record(plan.batch),
@@ -124,24 +116,24 @@ class RecordingScheduler:
             "failed": {str(index): reason for index, reason in output.failed.items()},
             "device_s": output.device_s,
         }
-        outputs = self._call(event, lambda: self._inner.commit(batch, output, now))
+        outputs = self._call(event, super().commit, batch, output, now)
         self._write(event, outputs=outputs_record(outputs))
         return outputs
 
     def fail(self, batch: ScheduleBatch, message: str, now: float) -> list[RequestOutput]:
         event: Event = {"event": "fail", "now": now, "step": batch.step, "message": message}
-        outputs = self._call(event, lambda: self._inner.fail(batch, message, now))
+        outputs = self._call(event, super().fail, batch, message, now)
         self._write(event, outputs=outputs_record(outputs))
         return outputs
 
     def change_options(self, **changes: Any) -> None:
         event: Event = {"event": "change_options", "changes": changes}
-        self._call(event, lambda: self._inner.change_options(**changes))
+        self._call(event, super().change_options, **changes)
         self._write(event)
 
     def flush(self) -> bool:
         event: Event = {"event": "flush"}
-        result = self._call(event, self._inner.flush)
+        result = self._call(event, super().flush)
         self._write(event, result=result)
         return result
 
@@ -151,15 +143,15 @@ class RecordingScheduler:
 
     def _look_at_grammars(self) -> None:
         # One that has ended may never get ready.
-        compiling = [pair for pair in self._compiling if pair[0].finish is None]
+        compiling = [pair for pair in self._latched if pair[0].finish is None]
         for request, grammar in compiling:
             if grammar.refresh():
                 self._writer.write({"event": "grammar", "id": request.request_id, "ready": True})
-        self._compiling = [pair for pair in compiling if not pair[1].ready]
+        self._latched = [pair for pair in compiling if not pair[1].ready]
 
-    def _call(self, event: Event, call: Callable[[], T]) -> T:
+    def _call(self, event: Event, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return call()
+            return call(*args, **kwargs)
         except Exception as error:
             # A refusal is a decision, and a bug's last input is what a trace is kept for.
             self._write(event, error=[type(error).__name__, str(error)])

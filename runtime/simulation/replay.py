@@ -13,8 +13,8 @@ from runtime.simulation.recorder import RecordingScheduler
 from runtime.simulation.trace import Event, Trace, finish_from, ids_from, sampling_from, to_line
 
 if TYPE_CHECKING:
+    from runtime.config import SchedulerConfig
     from runtime.scheduling.schedule_batch import ScheduleBatch
-    from runtime.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class ReplayReport:
     difference: Difference | None = None
 
 
-def replay(trace: Trace, scheduler: Scheduler) -> ReplayReport:
+def replay(trace: Trace, config: SchedulerConfig) -> ReplayReport:
     """Feeds the trace's inputs to a fresh scheduler, up to the first decision that differs.
 
-    The scheduler is driven through a recorder of its own, so both sides are spelled by the same
-    code and "the same" means the same bytes."""
-    run = _Replay(scheduler)
+    It is a recording one, so both sides are spelled by the same code and "the same" means the same
+    bytes."""
+    run = _Replay(config)
     report = ReplayReport()
     pending: list[tuple[int, Event]] = []
     for line, event in trace.events:
@@ -84,10 +84,10 @@ class _ReplayedGrammar:
 class _Replay:
     """Turns events into calls and collects what the recorder writes about them."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self._grammars: dict[str, tuple[Request, _ReplayedGrammar]] = {}
         self._emitted: list[Event] = []
-        self._scheduler = RecordingScheduler(scheduler, self)
+        self._scheduler = RecordingScheduler(config, self)
         self._launched: dict[int, ScheduleBatch] = {}
 
     def write(self, event: Event) -> None:

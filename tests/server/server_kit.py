@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import anthropic
 import openai
 
-from runtime.simulation.sim_runner import SimRunner
 from tests.fakes import CHATML, IM_END, MODEL, byte_tokenizer, fake_server, make_fake_service
+from tests.sim_runner import SimRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

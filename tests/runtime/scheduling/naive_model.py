@@ -223,7 +223,7 @@ class NaiveModel:
         allocator = self.scheduler.memory.allocator
         free = [page for part in allocator.free_slices(1000) for page in part]
         deferred = allocator.deferred()
-        free_rows = self.scheduler.memory.rows.snapshot()
+        free_rows = self.scheduler.memory.free_rows
         tree = self._tree()
         self._check_pages(free, deferred, tree)
         self._check_locks(tree)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from runtime.config import SchedulerConfig
 from runtime.errors import LoomserveError
 from runtime.request import Finish, FinishReason, Request, SamplingParams
-from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.recorder import RecordingScheduler
-from runtime.simulation.sim_runner import SimRunner
 from runtime.simulation.trace import TraceWriter
+from tests.sim_runner import SimRunner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +73,7 @@ class LiveTraffic:
         self._live: list[str] = []
         self._made = 0
         writer = TraceWriter(self.path, self.config)
-        scheduler = RecordingScheduler(Scheduler(self.config), writer)
+        scheduler = RecordingScheduler(self.config, writer)
         try:
             self._serve(scheduler, steps)
         finally:

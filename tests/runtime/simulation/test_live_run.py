@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from runtime.request import FinishReason
-from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.cost_fit import fit_cost_model
 from runtime.simulation.cost_model import CostModel, StepTimer
 from runtime.simulation.live_run import LiveRun, read_live_run
@@ -47,7 +46,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Simulation
     """A run in virtual time through the recorder: a trace whose truth is known."""
     path = tmp_path_factory.mktemp("live") / "trace.jsonl"
     config = config_from(OPTIONS)
-    scheduler = RecordingScheduler(Scheduler(config), TraceWriter(path, config))
+    scheduler = RecordingScheduler(config, TraceWriter(path, config))
     result = Simulator(scheduler, StepTimer(COST, seed=11)).run(arrivals())
     scheduler.close()
     return path, result

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.replay import replay
 from runtime.simulation.trace import config_from, parse_override, read_trace, to_line
 from tests.runtime.simulation.live_traffic import LiveTraffic, live_config
@@ -28,7 +27,7 @@ def test_a_trace_of_version_1_gives_the_same_decisions(tmp_path: Path) -> None:
     packed = Path(__file__).parent / "traces" / "version_1.jsonl.gz"
     path.write_bytes(gzip.decompress(packed.read_bytes()))
     trace = read_trace(path)
-    report = replay(trace, Scheduler(config_from(trace.options)))
+    report = replay(trace, config_from(trace.options))
     assert report.difference is None
     assert report.steps > 400
 
@@ -80,19 +79,19 @@ def test_chunks_by_time_are_replayed_from_the_measurement_of_the_run(tmp_path: P
     LiveTraffic(config, path, seed=3).run(200)
     trace = read_trace(path)
     assert config_from(trace.options) == config
-    report = replay(trace, Scheduler(config_from(trace.options)))
+    report = replay(trace, config_from(trace.options))
     assert report.difference is None
     assert report.steps >= 200
     # Another measurement would have led to other steps.
     slower = tuple((*shape, 9 * seconds) for *shape, seconds in measured)
     other = config_from(trace.options, {"measured_steps": slower})
-    assert replay(trace, Scheduler(other)).difference is not None
+    assert replay(trace, other).difference is not None
 
 
 def test_replay_is_the_same_to_the_byte(recorded: tuple[Path, LiveTraffic]) -> None:
     path, _ = recorded
     trace = read_trace(path)
-    report = replay(trace, Scheduler(config_from(trace.options)))
+    report = replay(trace, config_from(trace.options))
     assert report.difference is None
     assert report.events == len(trace.events)
     assert report.steps >= STEPS
@@ -120,13 +119,13 @@ def test_changed_option_names_the_first_decision_it_changes(
 ) -> None:
     trace = read_trace(recorded[0])
     changed = config_from(trace.options, dict([parse_override(override)]))
-    report = replay(trace, Scheduler(changed))
+    report = replay(trace, changed)
     found = report.difference
     assert found is not None
     assert found.expected != found.got
     # All before it was the same: the trace cut there replays without a difference.
     before = [item for item in trace.events if item[0] < found.line]
-    assert replay(replace(trace, events=before), Scheduler(changed)).difference is None
+    assert replay(replace(trace, events=before), changed).difference is None
     line = json.loads(recorded[0].read_text(encoding="utf-8").splitlines()[found.line - 1])
     assert line["event"] == found.event
 
@@ -155,7 +154,7 @@ def test_tampered_decision_is_found(recorded: tuple[Path, LiveTraffic]) -> None:
     altered["batch"]["sample_positions"][0] += 1
     events = list(trace.events)
     events[index] = (line, altered)
-    found = replay(replace(trace, events=events), Scheduler(config_from(trace.options))).difference
+    found = replay(replace(trace, events=events), config_from(trace.options)).difference
     assert found is not None
     assert (found.line, found.step, found.field) == (line, 100, "batch.sample_positions[0]")
     assert found.expected == found.got + 1
@@ -168,7 +167,7 @@ def test_trace_of_a_killed_server_ends_at_its_last_whole_line(
     cut = tmp_path / "cut.jsonl"
     cut.write_text(text[: len(text) // 2], encoding="utf-8")
     trace = read_trace(cut)
-    assert replay(trace, Scheduler(config_from(trace.options))).difference is None
+    assert replay(trace, config_from(trace.options)).difference is None
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 
 from runtime.errors import EngineDead
 from runtime.request import SamplingParams
-from runtime.simulation.sim_runner import SimRunner
 from server.generation.output import OutputRules
 from server.generation.params import GenerationParams
 from tests.fakes import VOCAB_SIZE, counts, fake_runner, fake_server, live, says
+from tests.sim_runner import SimRunner
 
 
 class Faulty(SimRunner):
@@ -294,7 +294,7 @@ async def test_a_broken_recount_is_reported_and_serving_goes_on(caplog):
         scheduler = server.service.engine.scheduler
         await server.complete(max_tokens=2)
         await server.wait_idle()
-        scheduler._invariant_error = "one page too many"
+        scheduler._recount.error = "one page too many"
         await server.complete(max_tokens=2)
         await server.wait_idle()
         await server.complete(max_tokens=2)

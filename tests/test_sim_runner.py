@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 
 import pytest
 
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
 from runtime.scheduling.schedule_batch import ScheduleBatch
-from runtime.simulation.sim_runner import SimRunner
+from tests.sim_runner import SimRunner
 
 
 def batch_of(**changes) -> ScheduleBatch:
@@ -28,7 +29,10 @@ def batch_of(**changes) -> ScheduleBatch:
         "table_pages": [5],
     }
     fields = {name: array("i", values) for name, values in {**arrays, **changes}.items()}
-    return ScheduleBatch(step=0, num_prefill=1, requests=[request], **fields)
+    batch = ScheduleBatch(step=0, num_prefill=1, requests=[request])
+    for name, value in fields.items():
+        setattr(batch, name, value)
+    return batch
 
 
 def test_tokens_come_from_the_script():
@@ -51,10 +55,10 @@ def test_a_step_is_done_only_once_it_may_sample():
 
 def test_steps_that_take_time_end_in_the_order_of_their_launch():
     runner = SimRunner(step_seconds=lambda batch: 0.001)
-    ended = []
+    ended: list[int] = []
     steps = [runner.launch(batch_of()) for _ in range(3)]
     for number, step in enumerate(steps):
-        step.add_done_callback(lambda number=number: ended.append(number))
+        step.add_done_callback(partial(ended.append, number))
     for step in reversed(steps):
         step.sample(None)
     runner.close()
