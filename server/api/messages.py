@@ -236,7 +236,10 @@ class ConversationBody(TemplateFields, GeneratingBody):
     output_format = served(Record(OutputFormat), "the older place of output_config.format")
     unserved = (
         *CACHED,
-        *refused("nothing is stored between requests", "container", "thread"),
+        *refused("nothing is stored between requests", "container"),
+        *refused(
+            "nothing is stored between requests; tool_runner(thread=False) sends all", "thread"
+        ),
         *refused("send what the model is to see", "compaction"),
         *ignored("the model sees the whole conversation", "context_management"),
         *refused(NO_SERVER_TOOLS, "mcp_servers"),
