@@ -97,9 +97,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     service = request.app[SERVICE]
     body = await read_body(request, ChatBody)
-    plan = await plan_chat(
-        body.conversation(), body.generation(service.limits), body.rules(), service
-    )
+    params = body.generation(service.limits)
+    plan = await plan_chat(request, body.conversation, params, body.rules())
     return await answer(
         request,
         [plan.prompt_ids],

@@ -12,9 +12,12 @@ from server.api.fields import Body, refused, served
 from server.api.kinds import Boolean, JsonObject
 from server.formats.conversation import parse_messages
 from server.formats.tools import parse_tools
+from server.service import SERVICE, beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from aiohttp import web
 
     from server.formats.model_format import AnswerParser
     from server.formats.tools import Message, ToolRequest
@@ -120,29 +123,43 @@ class ChatPlan:
 
 
 async def plan_chat(
-    conversation: Conversation,
+    request: web.Request,
+    conversation_of: Callable[[], Conversation],
     params: GenerationParams,
     rules: Sequence[OutputRule],
-    service: Service,
+    *,
+    fits: bool = True,
 ) -> ChatPlan:
     """Renders a chat's prompt, and checks what rules its answer.
 
-    Args: rules: what the answer must look like.
+    Args:
+        conversation_of: makes the conversation; where it is long, beside the event loop.
+        rules: what the answer must look like.
+        fits: a prompt that cannot fit the context is refused without being tokenized.
+
     Raises: InvalidRequest.
     """
+    service = request.app[SERVICE]
     model_format = service.model_format
-    messages, tools = _parsed(conversation)
-    prompt_ids = await _encode(conversation, messages, tools, service)
-    begun = messages[-1]["content"] if conversation.render.get("continue_final_message") else ""
+
+    def rendered() -> tuple[list[int], ToolRequest | None, str]:
+        conversation = conversation_of()
+        messages, tools = _parsed(conversation)
+        most = service.limits.context_length if fits else None
+        ids = _encode(conversation, messages, tools, service, most)
+        continued = conversation.render.get("continue_final_message")
+        return ids, tools, messages[-1]["content"] if continued else ""
+
+    prompt_ids, tools, begun = await beside(request, rendered)
     params = await model_format.constrained(
         params, rules, tools=tools, prompt_ids=prompt_ids, begun=begun
     )
     return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, tools, begun))
 
 
-async def encode_conversation(conversation: Conversation, service: Service) -> list[int]:
-    """The token ids of a conversation's prompt. Raises: InvalidRequest."""
-    return await _encode(conversation, *_parsed(conversation), service)
+def encode_conversation(conversation: Conversation, service: Service) -> list[int]:
+    """The token ids of a conversation's prompt, on the calling thread. Raises: InvalidRequest."""
+    return _encode(conversation, *_parsed(conversation), service)
 
 
 def _parsed(conversation: Conversation) -> tuple[list[Message], ToolRequest | None]:
@@ -158,11 +175,12 @@ def _parsed(conversation: Conversation) -> tuple[list[Message], ToolRequest | No
     return messages, tools
 
 
-async def _encode(
+def _encode(
     conversation: Conversation,
     messages: list[Message],
     tools: ToolRequest | None,
     service: Service,
+    most: int | None = None,
 ) -> list[int]:
     messages, more = service.model_format.conversation(messages, tools)
-    return await service.tokenizer.encode_chat(messages, **conversation.render, **more)
+    return service.tokenizer.encode_chat(messages, most=most, **conversation.render, **more)

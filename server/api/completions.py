@@ -16,14 +16,14 @@ from server.api.incoming import read_body
 from server.api.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, TokenIds
 from server.api.logprobs import CompletionLogprobs, merge_completion_logprobs
 from server.http.sse import event
-from server.service import SERVICE
+from server.service import SERVICE, beside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from server.api.kinds import Reading
     from server.api.schema_words import Schema
-    from server.generation.generator import Generation, Generator
+    from server.generation.generator import Generation
     from server.generation.output import Delta
     from server.generation.params import ApiLimits, GenerationParams
     from server.service import Service
@@ -129,15 +129,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     body = await read_body(request, CompletionBody)
     params = await service.model_format.constrained(body.generation(service.limits), body.rules())
-    prompts = await encode_prompts(
-        body.prompt, service.generator, add_special_tokens=body.add_special_tokens
-    )
+    prompts = await encode_prompts(request, body.prompt, add_special_tokens=body.add_special_tokens)
     texts = [""] * len(prompts)
     if body.echo:
-        texts = [
-            given if isinstance(given, str) else service.tokenizer.decode(given)
-            for given in body.prompt
-        ]
+        decode = service.tokenizer.decode
+        texts = await beside(
+            request, lambda: [p if isinstance(p, str) else decode(p) for p in body.prompt]
+        )
     return await answer(
         request,
         prompts,
@@ -149,18 +147,19 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def encode_prompts(
-    given: list[str | list[int]], generator: Generator, *, add_special_tokens: bool = True
+    request: web.Request, given: list[str | list[int]], *, add_special_tokens: bool = True
 ) -> list[list[int]]:
     """The token ids of every prompt; an empty text becomes the model's BOS where it has one."""
-    found = []
-    for prompt in given:
-        ids = prompt
-        if isinstance(ids, str):
-            ids = await generator.encode(ids, add_special_tokens=add_special_tokens)
-            if not ids and generator.tokenizer.bos_token_id is not None:
-                ids = [generator.tokenizer.bos_token_id]
-        found.append(ids)
-    return found
+    service = request.app[SERVICE]
+    tokenizer, most = service.tokenizer, service.limits.context_length
+
+    def encoded() -> list[list[int]]:
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        ids = iter(tokenizer.encode_all(texts, add_special_tokens=add_special_tokens, most=most))
+        return [next(ids) if isinstance(prompt, str) else prompt for prompt in given]
+
+    empty = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return [ids or empty for ids in await beside(request, encoded)]
 
 
 class _Choice:

@@ -163,7 +163,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         body.generation(sampling, service.limits), sampling.rules()
     )
     given, single = body.prompts
-    prompts = await encode_prompts(given, service.generator)
+    prompts = await encode_prompts(request, given)
     alone = single and params.n == 1
     return await answer(
         request,

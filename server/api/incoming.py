@@ -1,4 +1,4 @@
-"""A request's body on its way in: JSON of a bounded depth, read by declared fields."""
+"""A request's body on its way in: JSON of bounded size and depth, read by declared fields."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from aiohttp import web
 from runtime.errors import InvalidRequest, shown
 from server.api.fields import Body
 from server.api.kinds import Reading
-from server.service import SERVICE
-from server.text.json_depth import MAX_DEPTH, is_deeper
+from server.service import BODY_SIZE, SERVICE, beside
+from server.text.json_bounds import (
+    MAX_DEPTH,
+    MAX_KEYS,
+    MAX_VALUES,
+    is_deeper,
+    is_too_much,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from server.generation.params import ApiLimits
@@ -33,9 +40,10 @@ async def read_body(request: web.Request, body: type[B]) -> B:
         nobody reads. ModelNotFound. web.HTTPRequestEntityTooLarge.
     """
     service = request.app[SERVICE]
-    value = parse_json(await read_decoded(request, service.config.max_body_bytes))
+    data = await read_decoded(request, service.config.max_body_bytes)
+    request[BODY_SIZE] = len(data)
     reading = Reading(service.limits)
-    found = body.read(value, reading)
+    found = await beside(request, lambda: body.read(parse_json(data), reading))
     if reading.unknown:
         if service.config.strict_fields:
             raise _unknown(next(iter(reading.unknown)), body)
@@ -77,7 +85,11 @@ async def read_decoded(request: web.Request, most: int) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """Raises: InvalidRequest: it is no JSON, or nested too deeply."""
+    """Raises: InvalidRequest: it is no JSON, or nested too deeply.
+    web.HTTPRequestEntityTooLarge: it has too many values to be parsed at once.
+    """
+    if is_too_much(data):
+        raise _too_many(data)
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -85,6 +97,16 @@ def parse_json(data: bytes) -> Any:
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and is_deeper(value):
         raise InvalidRequest(f"body: is nested more than {MAX_DEPTH} levels deep")
     return value
+
+
+def _too_many(data: bytes) -> web.HTTPRequestEntityTooLarge:
+    values, keys = size_of(data)
+    return web.HTTPRequestEntityTooLarge(
+        max_size=len(data),
+        actual_size=len(data),
+        text=f"body: has about {values} values and {keys} keys; at most {MAX_VALUES} and"
+        f" {MAX_KEYS} are allowed",
+    )
 
 
 def _unknown(name: str, body: type[Body]) -> InvalidRequest:

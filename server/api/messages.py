@@ -126,19 +126,23 @@ class AnswerMessage(Body):
     )
 
     def chat(self) -> list[Message]:
-        message: Message = {"role": self.role, "content": ""}
         if isinstance(self.content, str):
-            return [{**message, "content": self.content}]
+            return [{"role": self.role, "content": self.content}]
+        text = thoughts = ""
+        calls = []
         for block in self.content:
             if isinstance(block, TextBlock):
-                message["content"] += block.text
+                text += block.text
             elif isinstance(block, ThinkingBlock):
-                thought = message.get("reasoning_content", "")
-                message["reasoning_content"] = thought + block.thinking
+                thoughts += block.thinking
             elif isinstance(block, ToolUseBlock):
                 function = {"name": block.name, "arguments": block.input}
-                call = {"id": block.id, "type": "function", "function": function}
-                message.setdefault("tool_calls", []).append(call)
+                calls.append({"id": block.id, "type": "function", "function": function})
+        message: Message = {"role": self.role, "content": text}
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        if calls:
+            message["tool_calls"] = calls
         return [message]
 
 
@@ -323,7 +327,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     body = await read_body(request, MessageBody)
     params = body.params(service.limits, body.max_tokens)
-    plan = await plan_chat(body.conversation(), params, body.rules(), service)
+    plan = await plan_chat(request, body.conversation, params, body.rules())
     return await answer(
         request,
         [plan.prompt_ids],
@@ -339,7 +343,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     body = await read_body(request, CountTokensBody)
     service = request.app[SERVICE]
     params = body.params(service.limits, None)
-    plan = await plan_chat(body.conversation(), params, body.rules(), service)
+    plan = await plan_chat(request, body.conversation, params, body.rules(), fits=False)
     return json_response({"input_tokens": len(plan.prompt_ids)})
 
 

@@ -8,7 +8,7 @@ import orjson
 
 from server.api.block_answer import BlockAnswer
 from server.http.sse import event
-from server.text.json_depth import is_deeper
+from server.text.json_bounds import is_deeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -282,9 +282,8 @@ async def responses(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
     service = request.app[SERVICE]
     body = await read_body(request, ResponseBody)
-    plan = await plan_chat(
-        body.conversation(), body.generation(service.limits), body.rules(), service
-    )
+    params = body.generation(service.limits)
+    plan = await plan_chat(request, body.conversation, params, body.rules())
     repeated = {**body.given, "temperature": body.temperature, "top_p": body.top_p}
     return await answer(
         request,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import orjson
 from aiohttp import web
 
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
@@ -12,7 +13,7 @@ from server.api.fields import required, served
 from server.api.generation_fields import ModelField
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Text, TokenIds
-from server.service import SERVICE, json_response
+from server.service import SERVICE, beside, json_bytes, json_response
 
 if TYPE_CHECKING:
     from server.service import Service
@@ -32,10 +33,10 @@ class TokenizeBody(LastMessageFields, ModelField):
 
     one_of = ("prompt", "messages")
 
-    async def ids(self, service: Service) -> list[int]:
+    def ids(self, service: Service) -> list[int]:
         """The token ids that it asks for."""
         if self.messages is None:
-            return await service.tokenizer.encode_async(
+            return service.tokenizer.encode(
                 self.prompt or "", add_special_tokens=self.add_special_tokens
             )
         conversation = Conversation(
@@ -44,7 +45,20 @@ class TokenizeBody(LastMessageFields, ModelField):
             tool_choice=self.tool_choice,
             render=self.render(self.messages),
         )
-        return await encode_conversation(conversation, service)
+        return encode_conversation(conversation, service)
+
+    def answer(self, service: Service) -> bytes:
+        """The ids, their number and, where asked for, their texts, as JSON."""
+        ids = self.ids(service)
+        found = {
+            "tokens": ids,
+            "count": len(ids),
+            "max_model_len": service.limits.context_length,
+        }
+        if self.return_token_strs:
+            text = service.tokenizer.token_bytes
+            found["token_strs"] = [text(i).decode("utf-8", "replace") for i in ids]
+        return orjson.dumps(found)
 
 
 class DetokenizeBody(ModelField):
@@ -58,25 +72,14 @@ async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: a prompt's or a conversation's token ids."""
     service = request.app[SERVICE]
     body = await read_body(request, TokenizeBody)
-    ids = await body.ids(service)
-    found = {
-        "tokens": ids,
-        "count": len(ids),
-        "max_model_len": service.limits.context_length,
-    }
-    if body.return_token_strs:
-        found["token_strs"] = [
-            service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids
-        ]
-    return json_response(found)
+    return json_bytes(await beside(request, lambda: body.answer(service)))
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize: the text of token ids."""
     body = await read_body(request, DetokenizeBody)
-    text = request.app[SERVICE].tokenizer.decode(
-        body.tokens, skip_special_tokens=body.skip_special_tokens
-    )
+    tokenizer, skip = request.app[SERVICE].tokenizer, body.skip_special_tokens
+    text = await beside(request, lambda: tokenizer.decode(body.tokens, skip_special_tokens=skip))
     return json_response({"prompt": text})
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from server.formats.template_traits import in_parts, place_tools
 from server.formats.tool_parser import CALL_ID_CHARACTERS, is_mistral_call_id
-from server.text.json_depth import is_deeper
+from server.text.json_bounds import is_deeper, is_too_much
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -94,6 +95,8 @@ def _arguments(arguments: Any) -> Any:
         return arguments
     if not arguments:
         return {}
+    if is_too_much(arguments.encode("utf-8", "replace")):
+        return arguments
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -164,18 +167,14 @@ def _results_in_words(messages: Iterable[Message]) -> list[Message]:
     """Results as the user's text; those of parallel calls in one message, since many templates
     want the roles to alternate."""
     found: list[Message] = []
-    joins = False
-    for message in messages:
-        if message["role"] != "tool":
-            found.append(message)
-            joins = False
+    for are_results, run in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if not are_results:
+            found += run
             continue
-        text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
-        if joins:
-            found[-1]["content"] += "\n" + text
-        else:
-            found.append({"role": "user", "content": text})
-        joins = True
+        texts = [
+            f"<tool_response>\n{result.get('content') or ''}\n</tool_response>" for result in run
+        ]
+        found.append({"role": "user", "content": "\n".join(texts)})
     return found
 
 

@@ -73,7 +73,8 @@ class ToolRequest:
 
     @property
     def allowed(self) -> tuple[Tool, ...]:
-        return tuple(tool for tool in self.tools if tool.name in self.callable)
+        callable = frozenset(self.callable)
+        return tuple(tool for tool in self.tools if tool.name in callable)
 
 
 def parse_tools(
@@ -119,8 +120,9 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[tuple[str, ...], bool]:
         listed = choice.get("allowed_tools", choice)
         wanted, required = listed["tools"], listed["mode"] == "required"
     found = tuple(one.get("function", one)["name"] for one in wanted)
+    offered = frozenset(names)
     for name in found:
-        if name not in names:
+        if name not in offered:
             raise InvalidRequest(
                 f"tool_choice: names {shown(name)}, which is not among the tools",
                 param="tool_choice",

@@ -14,7 +14,7 @@ from array import array
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from runtime.errors import ContextTooLong, GenerationFailed, InvalidRequest, QueueFull
+from runtime.errors import GenerationFailed, InvalidRequest, QueueFull
 from runtime.request import FinishReason, Request
 from server.generation.bad_words import BadWords
 from server.generation.output import OutputRules
@@ -165,21 +165,6 @@ class Generator:
         self._random = random.Random(seed)
         self._request_timeout_s = request_timeout_s
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt.
-
-        Raises: ContextTooLong: it is so long that no tokenization can make it fit; found without
-            tokenizing it.
-        """
-        most = self.limits.context_length * self.tokenizer.longest_token
-        if len(text) > most:
-            raise ContextTooLong(
-                f"prompt: has {len(text)} characters, which cannot fit the context of"
-                f" {self.limits.context_length} tokens",
-                param="prompt",
-            )
-        return await self.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-
     def start(
         self,
         prompts: Sequence[list[int]],
@@ -269,12 +254,11 @@ class Generator:
                 " allowed",
                 param="bad_words",
             )
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for text in (word, " " + word.lstrip()):
-                ids = self.tokenizer.encode(text, add_special_tokens=False, param="bad_words")
-                if ids:
-                    found[tuple(ids)] = None
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        if not texts:
+            return None
+        ids = self.tokenizer.encode_all(texts, add_special_tokens=False, param="bad_words")
+        found = dict.fromkeys(tuple(one) for one in ids if one)
         return BadWords(found) if found else None
 
 

@@ -5,14 +5,14 @@ Built on the `tokenizers` library alone; `tokenizer_files` says when transformer
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import normalizers
+
 from runtime.checkpoints.json_file import read_optional_json_object
-from runtime.errors import InvalidRequest
+from runtime.errors import ContextTooLong, InvalidRequest
 from server.text.chat_template import ChatTemplate, template_sources
 from server.text.detokenizer import (
     ByteDetokenizer,
@@ -20,6 +20,8 @@ from server.text.detokenizer import (
     PieceDetokenizer,
     WindowDetokenizer,
 )
+from server.text.lanes import Lanes
+from server.text.least_tokens import LeastTokens
 from server.text.tokenizer_files import load_backend
 
 if TYPE_CHECKING:
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
     import tokenizers
 
     from server.text.chat_template import Message
-
-# Below this, encoding takes less time than the way to a thread and back (about 0.3 ms).
-INLINE_CHARACTERS = 2048
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -46,8 +45,9 @@ class Tokenizer:
             name.
 
     Attributes:
-        vocab_size: one more than the largest id. longest_token: characters of the longest.
+        vocab_size: one more than the largest id.
         special_ids: ids of special tokens, which answers do not show.
+        lanes: threads in which long texts are worked on, by whomever.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Tokenizer:
         self.eos_token_id = eos_token_id
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.longest_token = max(map(len, vocabulary), default=1)  # characters
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = {token.content: i for i, token in added.items()}
         self._unknown: dict[int, str] = {}  # tokens that the model has no embedding for
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.lanes = Lanes("text")
         self._kind = _decoder_kind(backend)
+        self._least = _least_tokens(backend, vocabulary, bytewise=self._kind == "bytes")
         self._hidden_ids = self.special_ids  # not in the text, unless a request wants them
         self._bytes = _Table(lambda i: _token_bytes(backend, i))
         self._shown_bytes = _Table(lambda i: b"" if i in self._hidden_ids else self._bytes[i])
@@ -111,23 +111,54 @@ class Tokenizer:
     # Text to ids
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        most: int | None = None,
     ) -> list[int]:
-        """Ids of a text, on the calling thread.
+        """Ids of a text, on the calling thread; see `encode_all`."""
+        return self.encode_all(
+            [text], add_special_tokens=add_special_tokens, param=param, most=most
+        )[0]
 
-        Args: param: the request's field that holds the text, for messages.
-        Raises: InvalidRequest: the text cannot be tokenized, or holds a token that the model's
-            embedding has no row for.
+    def encode_all(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        most: int | None = None,
+    ) -> list[list[int]]:
+        """Ids of texts, on the calling thread, which gives up the interpreter meanwhile.
+
+        Args:
+            param: the request's field that holds the texts, for messages.
+            most: tokens that the context has; what is seen to be longer is not tokenized.
+
+        Raises: InvalidRequest: a text cannot be tokenized, or holds a token that the model's
+            embedding has no row for. ContextTooLong.
         """
+        if most is not None:
+            for text in texts:
+                if self._least.exceed(text, most):
+                    raise _too_long(param, f"{len(text)} characters", most)
         # The batch call gives up the GIL while it works; `encode` does not (measured: 0.7 s).
         try:
-            batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            batch = self.backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequest(f"{param}: cannot be tokenized: {error}", param=param) from None
-        ids: list[int] = batch[0].ids
+        for encoding in batch:
+            if most is not None and len(encoding) > most:
+                raise _too_long(param, f"{len(encoding)} tokens", most)
+        found: list[list[int]] = [encoding.ids for encoding in batch]
         if self._unknown:
-            self._check_known(ids, param)
-        return ids
+            for ids in found:
+                self._check_known(ids, param)
+        return found
 
     def _check_known(self, ids: Sequence[int], param: str) -> None:
         for token_id in ids:
@@ -139,29 +170,17 @@ class Tokenizer:
                     param=param,
                 )
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; a long one is encoded on the tokenizer's own thread."""
-        if len(text) <= INLINE_CHARACTERS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        return await self._in_thread(
-            lambda: self.encode(text, add_special_tokens=add_special_tokens)
-        )
-
-    async def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Ids of a conversation. Options are those of `ChatTemplate.render`.
+    def encode_chat(
+        self, messages: Sequence[Message], *, most: int | None = None, **options: Any
+    ) -> list[int]:
+        """Ids of a conversation, on the calling thread. Options are those of `ChatTemplate.render`.
 
         Raises: InvalidRequest: the model has no chat template, or it refuses the messages.
+            ContextTooLong: see `encode_all`.
         """
-
-        def work() -> list[int]:
-            # Templates write their own special tokens.
-            text = self.render_chat(messages, **options)
-            return self.encode(text, add_special_tokens=False, param="messages")
-
-        size = sum(len(str(message.get("content") or "")) for message in messages)
-        if size <= INLINE_CHARACTERS and not options.get("tools"):
-            return work()
-        return await self._in_thread(work)
+        text = self.render_chat(messages, **options)
+        # Templates write their own special tokens.
+        return self.encode(text, add_special_tokens=False, param="messages", most=most)
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt text of a conversation; see `encode_chat`."""
@@ -173,9 +192,6 @@ class Tokenizer:
                 code="no_chat_template",
             )
         return self.chat_template.render(messages, **options)
-
-    async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     # Ids to text
 
@@ -230,7 +246,27 @@ class Tokenizer:
         return text
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.lanes.close()
+
+
+def _too_long(param: str, length: str, most: int) -> ContextTooLong:
+    return ContextTooLong(
+        f"This model's maximum context length is {most} tokens; {param} has {length}.", param=param
+    )
+
+
+def _least_tokens(
+    backend: tokenizers.Tokenizer, vocabulary: dict[str, int], *, bytewise: bool
+) -> LeastTokens:
+    """The bound that holds for this tokenizer."""
+    composes = isinstance(backend.normalizer, normalizers.NFC)
+    strips = any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
+    known = bytewise and not strips and (backend.normalizer is None or composes)
+    return LeastTokens(
+        (_token_bytes(backend, i) for i in vocabulary.values()) if known else None,
+        longest=max(map(len, vocabulary), default=1),
+        ascii_only=composes,
+    )
 
 
 class _Table(dict[int, Any]):

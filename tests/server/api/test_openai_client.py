@@ -70,7 +70,7 @@ async def test_client_lists_and_retrieves_the_model():
     ("fields", "error", "param"),
     [
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"prompt": "x" * 3000}, openai.BadRequestError, "max_tokens"),
+        ({"prompt": "x" * 3000}, openai.BadRequestError, "prompt"),
         ({"model": "other"}, openai.NotFoundError, "model"),
     ],
 )

@@ -119,7 +119,7 @@ async def test_a_tool_of_too_many_parameters_is_refused_where_calls_are_keyword_
         "tools": [{"type": "function", "function": tool}],
         "tool_choice": "required",
     }
-    async with fake_server(tool_call_parser="pythonic") as server:
+    async with fake_server(tool_call_parser="pythonic", context_length=65_536) as server:
         status, found = await server.post("/v1/chat/completions", body)
         assert status == 400
         assert "3000 parameters" in found["error"]["message"]

@@ -1,0 +1,124 @@
+"""Bounds on what a client sends that are known before it is parsed or tokenized."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from runtime.errors import ContextTooLong, InvalidRequest
+from server.text.json_bounds import MAX_KEYS, MAX_VALUES, size_of
+from server.text.lanes import INLINE, Lanes
+from server.text.tokenizer import Tokenizer
+from tests.fakes import fake_server
+
+PIECES = st.sampled_from(
+    ["the", " cat", "-" * 20, "  ", "\n", "1", "é", "e\u0301", "中", "🙂", "x"]
+)
+TEXTS = st.lists(PIECES, min_size=1, max_size=40).map("".join)
+
+
+def trained(normalizer=None):
+    """A byte-level BPE with long tokens, of the texts that are drawn."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    text = ["the cat the cat" + "-" * 20 + "  \n é e\u0301 中🙂"] * 50
+    backend.train_from_iterator(text, trainer)
+    return Tokenizer(backend)
+
+
+PLAIN, COMPOSING = trained(), trained(normalizers.NFC())
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, times=st.integers(1, 30), tokenizer=st.sampled_from([PLAIN, COMPOSING]))
+def test_what_is_refused_untokenized_is_too_long_when_tokenized(text, times, tokenizer):
+    ids = tokenizer.encode(text * times)
+    assert tokenizer.encode(text * times, most=len(ids)) == ids
+    with pytest.raises(ContextTooLong, match=f"maximum context length is {len(ids) - 1} tokens"):
+        tokenizer.encode(text * times, most=len(ids) - 1)
+
+
+def test_text_without_long_tokens_is_refused_by_its_bytes():
+    class NotAsked:
+        def encode_batch_fast(self, texts, add_special_tokens):
+            raise AssertionError(f"{len(texts[0])} characters were tokenized")
+
+    tokenizer = trained()
+    tokenizer.backend = NotAsked()
+    with pytest.raises(ContextTooLong, match="has 200000 characters"):
+        tokenizer.encode("1" * 200_000, most=100_000)  # digits are tokens of their own
+    with pytest.raises(InvalidRequest, match="200000 characters were tokenized"):
+        tokenizer.encode("-" * 200_000, most=100_000)
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(',:[]{}"\\ab'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(',:"\\k'), inner),
+    max_leaves=40,
+)
+
+
+def recounted(value):
+    """(commas and opening brackets, keys) of a value's JSON, its texts aside."""
+    if isinstance(value, dict):
+        inner = [recounted(item) for item in value.values()]
+        keys = len(value)
+    elif isinstance(value, list):
+        inner, keys = [recounted(item) for item in value], 0
+    else:
+        return 0, 0
+    return 1 + max(0, len(inner) - 1) + sum(i[0] for i in inner), keys + sum(i[1] for i in inner)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=JSON, size=st.integers(1, 9))
+def test_values_and_keys_are_counted_outside_of_texts(value, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.text.json_bounds._SLICE", size)
+        patch.setattr("server.text.json_bounds.MAX_VALUES", -1)  # no short cut
+        assert size_of(json.dumps(value).encode()) == recounted(value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "status"),
+    [
+        ("[" + "[]," * (MAX_VALUES // 2 + 1) + "1]", 413),
+        ("{" + ",".join(f'"{i}":1' for i in range(MAX_KEYS + 1)) + "}", 413),
+        ("[" + ",".join("1" * (MAX_VALUES - 2)) + "]", 400),
+        (json.dumps(",:[{" * MAX_VALUES), 400),
+    ],
+    ids=["values", "keys", "ids", "text"],
+)
+async def test_more_than_can_be_parsed_at_once_is_413(prompt, status):
+    async with fake_server() as server:
+        body = f'{{"prompt": {prompt}, "max_tokens": 1}}'
+        headers = {"Content-Type": "application/json"}
+        url = server.url + "/v1/completions"
+        async with server.client.post(url, data=body, headers=headers) as answer:
+            assert answer.status == status
+            code = (await answer.json())["error"]["code"]
+            assert code == ("body_too_large" if status == 413 else "context_length_exceeded")
+
+
+async def test_what_is_short_does_not_wait_for_what_is_long():
+    lanes, go_on = Lanes("test"), threading.Event()
+    held = [asyncio.create_task(lanes.run(size, go_on.wait)) for size in (4_000_000, 1_000_000)]
+    await asyncio.sleep(0)
+    loop_thread = threading.current_thread()
+    assert await lanes.run(INLINE, threading.current_thread) is loop_thread
+    assert await lanes.run(INLINE + 1, threading.current_thread) is not loop_thread
+    go_on.set()
+    assert await asyncio.gather(*held) == [True, True]
+    lanes.close()
