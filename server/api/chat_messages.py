@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import wrong
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
-from server.api.kinds import Boolean, Checked, Choice, Either, Items, JsonObject, Text
+from server.api.kinds import Boolean, Checked, Choice, Either, Form, Items, JsonObject, Text
 
 if TYPE_CHECKING:
     from server.generation.params import ApiLimits
 
 ONLY_TEXT = "the model reads text parts alone"
-NAME = Text(pattern="[A-Za-z0-9_.-]{1,64}", form="1 to 64 letters, digits, _, - or .")
+NAME = Form("[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, _, - or .")
 
 
 class TextPart(Body):

@@ -73,7 +73,7 @@ class Served(Generic[T]):
     @overload
     def __get__(self, body: Body, owner: type) -> T: ...
     def __get__(self, body: Body | None, owner: type) -> Any:
-        return self if body is None else body.values[self.attribute]
+        return self  # a body's value is in its own dict, which comes before this
 
 
 @overload
@@ -154,11 +154,9 @@ class Body:
         one_of: names of attributes of which exactly one must be given.
         declared: every known name with its declaration; the body's own before its bases'.
         attributes: the served fields, each once; required: those that must be there.
-        values: of the served fields, by attribute.
         given: the JSON object.
     """
 
-    __slots__ = ("given", "values")
     unserved: ClassVar[tuple[Unserved, ...]] = ()
     open: ClassVar[bool] = False
     one_of: ClassVar[tuple[str, ...]] = ()
@@ -186,7 +184,8 @@ class Body:
         cls._limits = {a: v for a, v in optional.items() if isinstance(v, Limit)}
 
     def __init__(self, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        self.values = values
+        """Args: values: of the served fields, by attribute."""
+        self.__dict__.update(values)
         self.given = given
 
     @classmethod

@@ -40,7 +40,8 @@ class StructuralTag(Body):
 
     def wish(self) -> dict[str, Any]:
         """What was given, for the grammar to be made of."""
-        return {name: value for name, value in self.values.items() if value is not None}
+        found = {name: getattr(self, name) for name in ("structures", "triggers", "format")}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 TAG = Record(StructuralTag)
@@ -95,8 +96,9 @@ class StructuredOutputs(Body):
 
     def rule(self, where: str) -> OutputRule:
         """What it asks for."""
-        [name] = [name for name in self.one_of if self.values[name] not in (None, False)]
-        return _rule(f"{where}.{name}", name, self.values[name])
+        given = {name: getattr(self, name) for name in self.one_of}
+        [(name, value)] = [pair for pair in given.items() if pair[1] not in (None, False)]
+        return _rule(f"{where}.{name}", name, value)
 
 
 # Fields that hold a rule of their own, with its kind.
@@ -142,9 +144,9 @@ class GrammarFields(Body):
     def rules(self) -> list[OutputRule]:
         """What the output must look like, from every field that says so."""
         found = [
-            _rule(name, kind, self.values[name])
+            _rule(name, kind, value)
             for name, kind in _RULES.items()
-            if self.values[name] is not None
+            if (value := getattr(self, name)) is not None
         ]
         if self.structured_outputs is not None:
             found.append(self.structured_outputs.rule("structured_outputs"))

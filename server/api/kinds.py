@@ -89,139 +89,96 @@ class Kind(ABC, Generic[T]):
         return wrong(where, value, self.allowed(reading.limits))
 
 
-class Boolean(Kind[bool]):
-    json_types = (bool,)
+class Plain(Kind[T]):
+    """A kind that its JSON schema tells whole: what is read is what the schema allows.
 
-    def read(self, value: Any, where: str, reading: Reading) -> bool:
-        if not isinstance(value, bool):
-            raise self.wrong(value, where, reading)
-        return value
+    Args:
+        told: what is allowed; {minimum} and the like stand for the schema's bounds.
+        made: makes the value that the body then has of one that is allowed.
+        schema: its words, of those in `_TESTS`; a bound may be a `Limit`.
+    """
 
-    def allowed(self, limits: ApiLimits | None) -> str:
-        return "true or false"
+    def __init__(self, told: str, made: Callable[[Any], T] | None = None, **schema: Any) -> None:
+        self._told, self._made, self._schema = told, made, schema
+        self.json_types = _TYPES[schema["type"]]
+        self._tests = [(_TESTS[word], bound) for word, bound in schema.items() if word in _TESTS]
 
-    def schema(self, limits: ApiLimits) -> Schema:
-        return {"type": "boolean"}
-
-
-@dataclass(frozen=True, slots=True)
-class Text(Kind[str]):
-    """A string. pattern: of the whole string, told by `form`."""
-
-    least: int = 0
-    most: int | None = None
-    pattern: str | None = None
-    form: str = ""
-    json_types = (str,)
-
-    def read(self, value: Any, where: str, reading: Reading) -> str:
-        good = isinstance(value, str) and self.least <= len(value) <= (self.most or len(value))
-        if not good or (self.pattern and not re.fullmatch(self.pattern, value)):
-            raise self.wrong(value, where, reading)
-        return str(value)
+    def read(self, value: Any, where: str, reading: Reading) -> T:
+        for test, bound in self._tests:
+            if not test(value, resolved(bound, reading.limits)):
+                raise self.wrong(value, where, reading)
+        made: T = value if self._made is None else self._made(value)
+        return made
 
     def allowed(self, limits: ApiLimits | None) -> str:
-        if self.form:
-            return self.form
-        if self.most is not None:
-            return f"a string of {self.least} to {self.most} characters"
-        return "a string that is not empty" if self.least else "a string"
+        return self._told.format_map({k: resolved(v, limits) for k, v in self._schema.items()})
 
     def schema(self, limits: ApiLimits) -> Schema:
-        found: Schema = {"type": "string"}
-        if self.pattern:
-            return {**found, "pattern": f"^(?:{self.pattern})$"}
-        if self.least:
-            found["minLength"] = self.least
-        if self.most is not None:
-            found["maxLength"] = self.most
-        return found
+        return {word: resolved(value, limits) for word, value in self._schema.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Integer(Kind[int]):
-    low: int
-    high: int | Limit | None = None
-    json_types = (int,)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "object": (dict,),
+    "string": (str,),
+}
+# What each word of a schema asks of a value; the type comes first.
+_TESTS: dict[str, Callable[[Any, Any], bool]] = {
+    # JSON has no infinity, but 1e999 reads as one.
+    "type": lambda value, name: (
+        type(value) in _TYPES[name] and (name != "number" or math.isfinite(value))
+    ),
+    "minimum": lambda value, bound: value >= bound,
+    "maximum": lambda value, bound: value <= bound,
+    "minLength": lambda value, bound: len(value) >= bound,
+    "pattern": lambda value, pattern: re.fullmatch(pattern, value) is not None,
+    "enum": lambda value, values: value in values,
+}
 
-    def read(self, value: Any, where: str, reading: Reading) -> int:
-        high = resolved(self.high, reading.limits)
-        if type(value) is not int or value < self.low or (high is not None and value > high):
-            raise self.wrong(value, where, reading)
-        return value
 
-    def allowed(self, limits: ApiLimits | None) -> str:
-        if self.high is None:
-            return f"an integer of at least {self.low}"
-        return f"an integer between {self.low} and {resolved(self.high, limits)}"
-
-    def schema(self, limits: ApiLimits) -> Schema:
-        top = {} if self.high is None else {"maximum": resolved(self.high, limits)}
-        return {"type": "integer", "minimum": self.low, **top}
+def Boolean() -> Kind[bool]:
+    return Plain("true or false", type="boolean")
 
 
-@dataclass(frozen=True, slots=True)
-class Number(Kind[float]):
+def Integer(low: int, high: int | Limit | None = None) -> Kind[int]:
+    if high is None:
+        return Plain("an integer of at least {minimum}", type="integer", minimum=low)
+    told = "an integer between {minimum} and {maximum}"
+    return Plain(told, type="integer", minimum=low, maximum=high)
+
+
+def Number(low: float, high: float | None = None) -> Kind[float]:
     """A finite number."""
-
-    low: float
-    high: float = math.inf
-    json_types = (int, float)
-
-    def read(self, value: Any, where: str, reading: Reading) -> float:
-        good = type(value) in (int, float) and math.isfinite(value)
-        if not good or not self.low <= value <= self.high:
-            raise self.wrong(value, where, reading)
-        return float(value)
-
-    def allowed(self, limits: ApiLimits | None) -> str:
-        if math.isinf(self.high):
-            return f"a number of at least {self.low:g}"
-        return f"a number from {self.low:g} to {self.high:g}"
-
-    def schema(self, limits: ApiLimits) -> Schema:
-        top = {} if math.isinf(self.high) else {"maximum": self.high}
-        return {"type": "number", "minimum": self.low, **top}
+    if high is None:
+        return Plain("a number of at least {minimum:g}", float, type="number", minimum=low)
+    told = "a number from {minimum:g} to {maximum:g}"
+    return Plain(told, float, type="number", minimum=low, maximum=high)
 
 
-class Choice(Kind[str]):
+def Text(least: int = 0) -> Kind[str]:
+    """A string of at least so many characters, 0 or 1."""
+    if least:
+        return Plain("a string that is not empty", type="string", minLength=least)
+    return Plain("a string", type="string")
+
+
+def Form(pattern: str, told: str) -> Kind[str]:
+    """A string that a pattern matches whole."""
+    return Plain(told, type="string", pattern=f"^(?:{pattern})$")
+
+
+def Choice(*values: str) -> Kind[str]:
     """One of some strings."""
-
-    json_types = (str,)
-
-    def __init__(self, *values: str) -> None:
-        self.values = values
-
-    def read(self, value: Any, where: str, reading: Reading) -> str:
-        if value not in self.values:
-            raise self.wrong(value, where, reading)
-        return str(value)
-
-    def allowed(self, limits: ApiLimits | None) -> str:
-        return ("one of " if len(self.values) > 1 else "") + ", ".join(self.values)
-
-    def schema(self, limits: ApiLimits) -> Schema:
-        return {"type": "string", "enum": list(self.values)}
+    told = ("one of " if len(values) > 1 else "") + ", ".join(values)
+    return Plain(told, type="string", enum=list(values))
 
 
-class JsonObject(Kind[dict[str, Any]]):
+def JsonObject(about: str = "") -> Kind[dict[str, Any]]:
     """Any object; what is in it is not this API's. about: what it is."""
-
-    json_types = (dict,)
-
-    def __init__(self, about: str = "") -> None:
-        self.about = about
-
-    def read(self, value: Any, where: str, reading: Reading) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise self.wrong(value, where, reading)
-        return value
-
-    def allowed(self, limits: ApiLimits | None) -> str:
-        return self.about or "a JSON object"
-
-    def schema(self, limits: ApiLimits) -> Schema:
-        return {"type": "object", **({"description": self.about} if self.about else {})}
+    more: dict[str, Any] = {"description": about} if about else {}
+    return Plain(about or "a JSON object", type="object", **more)
 
 
 class Items(Kind[list[T]]):

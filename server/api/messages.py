@@ -12,7 +12,7 @@ from server.api.fields import Body, Record, Tagged, ignored, refused, required, 
 from server.api.generation_fields import GeneratingBody
 from server.api.grammar_fields import SCHEMA
 from server.api.incoming import read_body
-from server.api.kinds import Boolean, Choice, Either, Integer, Items, JsonObject, Text, Texts
+from server.api.kinds import Boolean, Choice, Either, Form, Integer, Items, JsonObject, Text, Texts
 from server.api.messages_answer import AnthropicAnswer
 from server.generation.stop_rules import MAX_CHARACTERS
 from server.grammars.output_rules import OutputRule
@@ -149,7 +149,7 @@ class AnswerMessage(Body):
 class MessageTool(Body):
     type = served(Choice("custom"), "a tool that the client runs", default="custom")
     name = required(
-        Text(pattern="[A-Za-z0-9_.-]{1,128}", form="1 to 128 letters, digits, _, - or ."),
+        Form("[A-Za-z0-9_.-]{1,128}", "1 to 128 letters, digits, _, - or ."),
         "what the model calls it by",
     )
     description = served(Text(), "what it is for")

@@ -110,7 +110,7 @@ class ResponseTool(Body):
 
     def openai(self) -> Item:
         """The tool as /v1/chat/completions has it."""
-        function = {name: self.values[name] for name in ("name", "description", "parameters")}
+        function = {name: getattr(self, name) for name in ("name", "description", "parameters")}
         return {"type": "function", "function": {**function, "strict": self.strict}}
 
 

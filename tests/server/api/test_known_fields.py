@@ -20,6 +20,7 @@ from server.api.generate import GenerateBody, NativeSampling
 from server.api.kinds import Checked, Either, Items
 from server.api.messages import CountTokensBody, MessageBody
 from server.api.responses import ResponseBody
+from server.generation.params import ApiLimits
 
 OFFICIAL = {
     "chat": (ChatBody, chat_create_params.CompletionCreateParamsStreaming),
@@ -103,7 +104,9 @@ def takes(body, official):
     hint = typing_extensions.get_type_hints(official).get("type")
     if not isinstance(declared, Served) or hint is None:
         return True
-    return any(tag in declared.kind.values for tag in literals(hint))
+    return any(
+        tag in declared.kind.schema(ApiLimits("m", 100, 1000))["enum"] for tag in literals(hint)
+    )
 
 
 def literals(hint):
