@@ -15,6 +15,7 @@ from typing import Any
 from runtime.request import FinishReason, Request
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Scheduler
+from tests.runtime.scheduling.scheduler_harness import FakeDevice
 
 
 @dataclass
@@ -42,10 +43,11 @@ class Life:
 
 @dataclass
 class Launched:
-    """A step in flight: the pages it names, and everybody's progress before it."""
+    """A step in flight: the pages it names, those it writes to, and everybody's progress before."""
 
     batch: ScheduleBatch
     pages: set[int]
+    written: set[int]
     before: dict[str, tuple[int, bool, bool]]
 
 
@@ -55,11 +57,13 @@ class NaiveModel:
 
     Args:
         scheduler: what is checked.
+        device: what it schedules for: where KV is truly written.
         mixing: mixed steps are on.
         cache: prefixes are reused.
     """
 
     scheduler: Scheduler
+    device: FakeDevice
     mixing: bool
     cache: bool
     lives: dict[str, Life] = field(default_factory=dict)
@@ -104,7 +108,15 @@ class NaiveModel:
         before = {name: life.progress for name, life in self.lives.items()}
         self._follow(batch)
         pages = {page for request in batch.requests for page in request.pages}
-        self.launched.append(Launched(batch, pages, before))
+        self.launched.append(Launched(batch, pages, self._pages_written(batch), before))
+
+    def _pages_written(self, batch: ScheduleBatch) -> set[int]:
+        written: set[int] = set()
+        rows = zip(batch.requests, batch.prefix_lens, batch.extend_lens, strict=True)
+        for request, start, new in rows:
+            first, last = start // self.page_size, (start + new - 1) // self.page_size
+            written.update(request.pages[first : last + 1])
+        return written
 
     def committed(self) -> None:
         """The oldest step in flight is committed."""
@@ -208,6 +220,7 @@ class NaiveModel:
             assert not life.decoding
             if end < total:
                 assert b not in batch.sampled
+                self._check_cut(life, end)
                 life.cut = True
             else:
                 assert b in batch.sampled
@@ -215,6 +228,13 @@ class NaiveModel:
                 life.launched = len(request.output_ids) + 1
         cut = [life for life in self.lives.values() if life.cut and not life.ended]
         assert len(cut) <= 1, "more than one prompt is cut"
+
+    def _check_cut(self, life: Life, end: int) -> None:
+        """A prompt is cut at the end of a page, later also inside one; but never where cuts are
+        aligned and the alignment says otherwise."""
+        align = self.scheduler.config.truncation_align_size
+        if align or not life.cut:
+            assert end % (align or self.page_size) == 0, "a prompt is cut where it must not be"
 
     # Recount
 
@@ -226,6 +246,7 @@ class NaiveModel:
         free_rows = self.scheduler.memory.free_rows
         tree = self._tree()
         self._check_pages(free, deferred, tree)
+        self._check_written(tree)
         self._check_locks(tree)
         self._check_rows(free_rows)
         for flight in self.launched:
@@ -273,6 +294,25 @@ class NaiveModel:
         assert stats.reserved_tokens == (1 + len(deferred)) * self.page_size
         total = stats.free_tokens + stats.cached_tokens + stats.private_tokens
         assert total + stats.reserved_tokens == pool * self.page_size == stats.capacity_tokens
+
+    def _check_written(self, tree: dict[Any, tuple[Any, list[int]]]) -> None:
+        """Whatever could be matched is on the device: the KV of just these tokens, but for what a
+        step in flight that was never run is still to write."""
+        size, device = self.page_size, self.device
+        to_come = {
+            page
+            for flight in self.launched
+            if not device.has_run(flight.batch)
+            for page in flight.written
+        }
+        for (namespace, tokens), (_, pages) in tree.items():
+            chain = device.chain(namespace, tokens)
+            for at, page in enumerate(reversed(pages), 1):
+                first = len(tokens) - at * size
+                found = [device.slots.get(page * size + i) for i in range(size)]
+                assert page in to_come or found == list(chain[first : first + size]), (
+                    f"{first} tokens and the next {size} can be matched, whose KV is not there"
+                )
 
     def _check_locks(self, tree: dict[Any, tuple[Any, list[int]]]) -> None:
         """What requests read as part of their prefix is locked, and nothing else."""

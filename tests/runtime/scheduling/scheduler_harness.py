@@ -87,6 +87,7 @@ class FakeDevice:
         self.script = script
         # What each request's sequence is on the device, result by result.
         self.sampled: dict[str, list[int]] = {}
+        self._chains: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         self._traces: dict[int, _Trace] = {}  # by step, of steps that may still be lost
         self._writer: dict[int, tuple[str, int]] = {}  # of a slot: request, and its how manieth run
 
@@ -193,6 +194,17 @@ class FakeDevice:
                     spoilt.add(made.request_id)
                     self.slots.update(dict.fromkeys(trace.written[row], 0))
         return spoilt
+
+    def has_run(self, batch: ScheduleBatch) -> bool:
+        """Whether a step in flight was launched."""
+        return batch.step in self._traces
+
+    def chain(self, namespace: str, tokens: tuple[int, ...]) -> list[int]:
+        """`chain_of`, remembered."""
+        found = self._chains.get((namespace, tokens))
+        if found is None:
+            found = self._chains[namespace, tokens] = chain_of(namespace, tokens)
+        return found
 
     def done(self, batch: ScheduleBatch) -> None:
         """The step is committed: nothing can take it back."""

@@ -30,15 +30,35 @@ STEPS = 20_000
 
 
 class SwitchGrammar:
-    """Compiled when the test says so."""
+    """Compiled when the test says so.
 
-    ready = False
+    Args:
+        fault: where it raises, if anywhere: when asked for the "mask" of a token, or "taking" it.
+        index: of that output token.
+    """
+
+    def __init__(self, fault: str = "", index: int = 0) -> None:
+        self.ready = False
+        self.fault = fault
+        self.index = index
+
+
+GRAMMAR_FAULT = Finish(FinishReason.ERROR, message="the output cannot be processed")
 
 
 def script(request_id: str, index: int) -> int:
     """A token per request and position; about one in 60 is EOS."""
     value = zlib.crc32(f"{request_id}/{index}".encode())
     return EOS if value % 60 == 0 else 100 + value % 50
+
+
+def step_seconds(batch: ScheduleBatch) -> float:
+    """Grows with the square of what a step computes, so that chunks are fitted to their history."""
+    square = sum(
+        new * (new + 2 * before)
+        for new, before in zip(batch.extend_lens, batch.prefix_lens, strict=True)
+    )
+    return 0.001 + 1e-4 * batch.prefill_tokens + 1e-6 * square + 1e-4 * (batch.step % 7)
 
 
 @st.composite
@@ -87,9 +107,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.guilty = self.is_guilty
         self.guilty_one_in = guilty
         self.scheduler = self.driver.scheduler
-        self.model = NaiveModel(
-            self.scheduler, not made.disable_mixed_chunk, not made.disable_radix_cache
-        )
+        mixing, cache = not made.disable_mixed_chunk, not made.disable_radix_cache
+        self.model = NaiveModel(self.scheduler, self.driver.device, mixing, cache)
         self.grammars: list[SwitchGrammar] = []
         self.frozen: dict[str, int] = {}  # tokens given when the end was recorded
         self.count = 0
@@ -98,7 +117,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1 << 30),
         count=st.integers(1, 8),
         family=st.integers(0, 2),
-        extra=st.sampled_from(["", "", "", "", "grammar", "deadline", "ignore_eos", "logprobs"]),
+        extra=st.sampled_from(
+            ["", "", "", "grammar", "mask", "taking", "deadline", "ignore_eos", "logprobs"]
+        ),
     )
     def add(self, seed: int, count: int, family: int, extra: str) -> None:
         """A burst of requests of one kind, some with a prefix in common."""
@@ -115,7 +136,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             for b, count in zip(batch.sampled, batch.output_counts, strict=True)
         )
 
-    def add_one(self, rng: random.Random, family: int, common: float, extra: str) -> None:
+    def add_one(
+        self,
+        rng: random.Random,
+        family: int,
+        common: float,
+        extra: str,
+        priority: int | None = None,
+    ) -> None:
         capacity = self.scheduler.config.usable_tokens
         shared = [10_000 * (family + 1) + i for i in range(int(common * capacity))]
         own = rng.randint(1, max(capacity // rng.choice([3, 6, 20]), 1))
@@ -123,8 +151,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             own = 0  # the same prompt again
         unique = [100_000 + self.count * 3000 + i for i in range(own)]
         options: dict[str, Any] = {}
-        if extra == "grammar":
-            self.grammars.append(SwitchGrammar())
+        if extra in ("grammar", "mask", "taking"):
+            fault = "" if extra == "grammar" else extra
+            self.grammars.append(SwitchGrammar(fault, rng.choice([0, 0, 1, 2, 7])))
             options["grammar"] = self.grammars[-1]
         if extra == "deadline":
             options["deadline_s"] = self.driver.now + 0.3
@@ -136,13 +165,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 shared + unique,
                 rng.choice([1, 10, max(capacity // 8, 1), max(capacity // 3, 1)]),
                 arrival_s=self.driver.now,
-                priority=priority,
+                priority=level,
                 namespace=namespace,
                 min_tokens=rng.choice([0, 0, 3]),
                 ignore_eos=extra == "ignore_eos",
                 **options,
             )
-            for priority in [rng.choice([0, 0, 0, 3, 10])]
+            for level in [rng.choice([0, 0, 0, 3, 10]) if priority is None else priority]
             for namespace in [rng.choice(["", "", "", "salt"])]
             for choice in range(rng.choice([1, 1, 1, 3]))
         ]
@@ -155,6 +184,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.model.added(made)
             return
         assert self.scheduler.statistics().waiting == waiting, "refused, and somebody had to go"
+
+    @rule(seed=st.integers(0, 1 << 30), family=st.integers(0, 2))
+    def push_in(self, seed: int, family: int) -> None:
+        """The queue fills up; then comes somebody more important, for whom others must go."""
+        rng = random.Random(seed)
+        cap = self.scheduler.config.max_queued_requests
+        for _ in range(min(cap, 6)):
+            self.add_one(rng, family, 0.1, "", priority=rng.choice([0, 3]))
+        for _ in range(3):
+            self.add_one(rng, family, 0.1, rng.choice(["", "mask"]), priority=10)
+            self.plan()
+            self.settle_if_any()
+        self.check()
 
     @rule(turns=st.integers(1, 12))
     def turn(self, turns: int) -> None:
@@ -324,8 +366,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.reason
             if plan.reason == "wait_commit":
                 assert self.driver.in_flight
+        self.ask_for_masks()
         self.check()
         return plan.batch is not None
+
+    def ask_for_masks(self) -> None:
+        """The next step to sample is; a grammar that raises ends its request, and nobody else's."""
+        if not self.driver.in_flight:
+            return
+        batch, _ = self.driver.in_flight[0]
+        for b, index in zip(batch.sampled, batch.output_counts, strict=True):
+            self.ask(batch.requests[b], "mask", index)
+
+    def ask(self, made: Any, what: str, index: int) -> None:
+        grammar = made.grammar
+        if grammar is None or (grammar.fault, grammar.index) != (what, index):
+            return
+        name = made.request_id
+        if made.ending is None and self.scheduler.finish(name, GRAMMAR_FAULT):
+            self.model.marked(name)
+            self.frozen.setdefault(name, len(self.driver.tokens[name]))
 
     def settle(self, bad: int | None = None) -> None:
         """Commits the oldest step in flight, the sampled row `bad` without a token; or fails it."""
@@ -334,12 +394,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.fail()
             self.model.failed()
         else:
-            output.device_s = 0.001 + 0.0001 * batch.prefill_tokens + 0.0001 * (batch.step % 7)
+            output.device_s = step_seconds(batch)
             failed = [bad % len(batch.sampled)] if bad is not None and batch.sampled else []
-            self.driver.commit(failed)
+            news = self.driver.commit(failed)
             self.model.committed()
             if failed:
                 self.model.gave_no_number(set().union(*self.driver.void.values()))
+            for output_of_one in news:
+                made = output_of_one.request
+                if output_of_one.token_ids:
+                    self.ask(made, "taking", len(made.output_ids) - 1)
+        self.ask_for_masks()
         self.check()
 
     def check(self) -> None:
