@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from runtime.request import TokenLogprobs
+    from runtime.rope_layout import LongPrompts
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
 
@@ -114,12 +115,14 @@ class RunnerInfo:
         max_total_tokens: KV tokens of the pool, the reserved page included.
         vocab_size: ids that can be sampled are 0 .. vocab_size - 1.
         chunk_tokens: prefill tokens of a step where no option says; None: as many as a time allows.
+        long_prompts: which prompts share KV with none of the others; None: there are none.
         details: free text pairs (device, dtype, kernels) for /server_info.
     """
 
     max_total_tokens: int
     vocab_size: int
     chunk_tokens: int | None = None
+    long_prompts: LongPrompts | None = None
     details: dict[str, str] = field(default_factory=dict)
 
 

@@ -16,6 +16,7 @@ from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.models.decoder import Decoder
 from runtime.models.registry import read_family
 from runtime.models.sources import loaded
+from runtime.rope_layout import RopeLayout
 from tests.ops.gpu.eager_recorder import EagerRecorder
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class RandomReader:
 
     def __init__(self, ops: OpSet, where: torch.device, dtype: torch.dtype, context: int) -> None:
         self.ops = ops
-        self.context_length = context
+        self.rope_layout = RopeLayout(context)
         self.elements = 0  # of all matrices
         self._where: dict[str, Any] = {"device": where, "dtype": dtype}
         self._generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)

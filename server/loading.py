@@ -54,6 +54,7 @@ def load(config: ServerConfig) -> Parts:
         config.runner,
         page_size=config.scheduler.page_size,
         max_running_requests=config.scheduler.max_running_requests,
+        max_prefill_tokens=config.scheduler.max_prefill_tokens,
         tokenizer_size=tokenizer.vocab_size,
         tokenizer_eos_id=tokenizer.eos_token_id,
         progress=progress,

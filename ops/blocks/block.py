@@ -29,7 +29,8 @@ class DecoderStep:
     """What a decoder computes in one step, and the memory that it works on.
 
     Args:
-        input_ids, positions: [T] int64. slots: [T] int64, the KV slot of each token.
+        input_ids: [T] int64. positions: [T] int64, each token's row of the rotary tables.
+        slots: [T] int64, the KV slot of each token.
         attention: the step's rows.
         logit_tokens: [N] int64, indices into the T tokens: whose logits are wanted.
         caches: for each block the tensors of its `Mixer.cache_shapes`, [S, ...] each.

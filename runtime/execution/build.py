@@ -17,10 +17,12 @@ from runtime.errors import ConfigError, ModelError, shown
 from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import DTYPES, Device, open_device
 from runtime.execution.kv_pool import bytes_per_token
+from runtime.execution.long_prompt_rows import LongPromptRows
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.execution.warm_up import warm_up
 from runtime.execution.weights import WeightLoader
 from runtime.models.decoder import Decoder
+from runtime.models.family import rope_tables
 from runtime.models.registry import read_family
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def build_runner(
     *,
     page_size: int,
     max_running_requests: int,
+    max_prefill_tokens: int = 16384,
     tokenizer_size: int | None = None,
     tokenizer_eos_id: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -59,6 +62,7 @@ def build_runner(
     """A runner with its weights loaded, ready for the first step.
 
     Args:
+        max_prefill_tokens: of a step, or a whole prompt.
         tokenizer_size: ids from here on are never sampled; None: every row of the output layer.
         tokenizer_eos_id: ends a generation too: fine-tunes change it and leave the configs behind.
         progress: told what is going on, at least every two seconds.
@@ -70,6 +74,7 @@ def build_runner(
     checkpoint = open_checkpoint(path)
     family = _read_family(checkpoint)
     context_length = _context_length(config, family)
+    rope_layout = family.rope_layout(context_length, max_prefill_tokens)
     device = open_device(config, _checkpoint_dtype(checkpoint), progress)
     progress(f"loading {path.name} on {device.description}")
     loader = WeightLoader(
@@ -78,7 +83,7 @@ def build_runner(
         device.ops,
         device=device.torch_device,
         dtype=device.dtype,
-        context_length=context_length,
+        rope_layout=rope_layout,
         quantization=config.quantization,
         progress=progress,
     )
@@ -98,7 +103,16 @@ def build_runner(
         context_length=context_length,
     )
     _check_memory(sizes, device, model)
-    runner = ModelRunner(device, decoder, sizes, eos_token_ids=info.eos_token_ids)
+    long_prompts = rope_layout.long_prompts
+    runner = ModelRunner(
+        device,
+        decoder,
+        sizes,
+        eos_token_ids=info.eos_token_ids,
+        long_prompts=None
+        if long_prompts is None
+        else LongPromptRows(long_prompts, rope_layout, rope_tables(family, model), device),
+    )
     runner.graphs = _capture_graphs(runner, config, progress)
     if device.queued:
         progress("compiling kernels")

@@ -105,6 +105,9 @@ def make_forward_batch(
     placed = place((*arrays, _view(batch.input_ids), positions, token_rows), batch, memory)
     rows_d, indptr_d, kv_lens_d, logit_tokens, sampled_rows, sample_positions, *others = placed
     input_ids, token_positions, slots = others
+    if memory.long_prompts is not None:
+        rope_rows = memory.long_prompts.rows(batch, positions, lengths)
+        token_positions = token_positions if rope_rows is None else rope_rows
     table = memory.block_table
     attention = AttentionBatch(
         block_table=table.pages,

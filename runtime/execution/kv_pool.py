@@ -13,6 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ops.decoder import DecoderModel
+    from runtime.execution.long_prompt_rows import LongPromptRows
 
 
 class KVPool:
@@ -82,8 +83,10 @@ class StepMemory:
     Args:
         next_tokens: [R] int64, the newest token of each request row: the sampler writes it, the
             next step's decode rows read it, and the host waits for neither.
+        long_prompts: None where every token's row of the rotary tables is its position.
     """
 
     block_table: BlockTable
     pool: KVPool
     next_tokens: Tensor
+    long_prompts: LongPromptRows | None = None

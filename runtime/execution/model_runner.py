@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from runtime.execution.device import Device
     from runtime.execution.forward_batch import SampledRows
+    from runtime.execution.long_prompt_rows import LongPromptRows
     from runtime.models.decoder import Decoder
     from runtime.request import Request
     from runtime.runner import LaunchedStep, SampleMasks
@@ -83,6 +84,7 @@ class ModelRunner:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         graphs: DecodeGraphs | None = None,
+        long_prompts: LongPromptRows | None = None,
     ) -> None:
         self.device = device
         self.decoder = decoder
@@ -93,6 +95,7 @@ class ModelRunner:
             BlockTable(sizes.rows, sizes.context_length, sizes.page_size, where),
             KVPool(decoder.model, sizes.total_tokens, device=where, dtype=device.dtype),
             torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where),
+            long_prompts,
         )
         self.sampler = Sampler(device, sizes.rows + 1, decoder.model.vocab_size, eos_token_ids)
         self.staging = Staging(device)
@@ -100,6 +103,7 @@ class ModelRunner:
             max_total_tokens=sizes.total_tokens,
             vocab_size=decoder.model.vocab_size,
             chunk_tokens=device.chunk_tokens,
+            long_prompts=None if long_prompts is None else long_prompts.long_prompts,
             details={
                 "device": device.description,
                 "dtype": str(device.dtype).removeprefix("torch."),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from runtime.checkpoints.checkpoint import Checkpoint
     from runtime.models.family import Family
     from runtime.models.sources import Source
+    from runtime.rope_layout import RopeLayout
 
 # Buffers that old releases saved beside the weights; their values follow from the config.
 _BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
@@ -46,13 +47,13 @@ class _Reader:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        context_length: int,
+        rope_layout: RopeLayout,
         quantization: str | None,
         progress: Callable[[str], None],
     ) -> None:
         self.ops = ops
         self.quantization = quantization
-        self.context_length = context_length
+        self.rope_layout = rope_layout
         self.prefix = ""
         self._checkpoint = checkpoint
         self._device = device
@@ -127,7 +128,7 @@ class WeightLoader:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        context_length: int,
+        rope_layout: RopeLayout,
         quantization: str | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -138,7 +139,7 @@ class WeightLoader:
             ops,
             device=device,
             dtype=dtype,
-            context_length=context_length,
+            rope_layout=rope_layout,
             quantization=quantization,
             progress=progress,
         )

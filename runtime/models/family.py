@@ -19,9 +19,12 @@ from runtime.errors import ModelError
 from runtime.models import config_values as values
 from runtime.models.rope import RopeSpec
 from runtime.models.sources import Linear, Vector
+from runtime.rope_layout import RopeLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
     from ops.blocks.block import Mixer
 
@@ -50,6 +53,36 @@ class Family:
     tied: bool
     context_length: int
     unread_layers: int = 0
+
+    @property
+    def ropes(self) -> list[RopeSpec]:
+        """The rotary embeddings of the blocks that have one, in their order."""
+        return [rope for rope in _ropes(self.model.blocks) if isinstance(rope, RopeSpec)]
+
+    def rope_layout(self, context: int, step_tokens: int) -> RopeLayout:
+        """See `RopeLayout`.
+
+        Raises:
+            ModelError: the model's rotary embeddings do not agree on which prompts are long.
+        """
+        found = {rope.long_prompts(context) for rope in self.ropes} - {None}
+        if len(found) > 1:
+            raise ModelError(
+                "config.json: rotary embeddings with different original contexts are not supported"
+            )
+        return RopeLayout(context, next(iter(found), None), max(context, step_tokens))
+
+
+def _ropes(blocks: list[Block]) -> list[Any]:
+    """What stands for the rotary embedding in each block with attention."""
+    mixers = (block.mixer for block in blocks)
+    return [mixer.rope for mixer in mixers if isinstance(mixer, Attention | LatentAttention)]
+
+
+def rope_tables(family: Family, model: DecoderModel) -> list[tuple[RopeSpec, Tensor]]:
+    """The rotary embeddings of a loaded model with their tables, each once."""
+    pairs = zip(_ropes(family.model.blocks), _ropes(model.blocks), strict=True)
+    return list({id(table): (rope, table) for rope, table in pairs if rope is not None}.values())
 
 
 def head_dim(config: dict[str, Any], default: int | None = None) -> int:
@@ -241,9 +274,8 @@ def family(
         special: fields of `DecoderModel`.
     """
     vocab, hidden = values.integer(config, "vocab_size"), values.integer(config, "hidden_size")
-    mixers = [block.mixer for layer in layers for block in layer]
-    ropes = [mixer.rope for mixer in mixers if isinstance(mixer, Attention | LatentAttention)]
-    contexts = [rope.context for rope in ropes if isinstance(rope, RopeSpec)]
+    ropes = _ropes([block for layer in layers for block in layer])
+    contexts = [rope.context for rope in ropes if rope is not None]
     return Family(
         model=DecoderModel(
             vocab_size=vocab,

@@ -7,13 +7,9 @@ All published forms are read: `rope_parameters` (transformers 5, flat or by laye
   emozilla; yarn: Peng et al. 2023, arXiv:2309.00071; longrope: Ding et al. 2024, arXiv:2402.13753;
   llama3: the Llama 3.1 release.
 
-Two of them depend on the length of the sequence, which a table shared by all requests (and by
-cached prefixes) cannot know:
-
-- dynamic: row p of the table is that of a sequence of p + 1 tokens, so lengths up to the original
-  context get the unscaled frequencies and longer ones those of token-by-token generation.
-- longrope: the long factors are used for all positions when the served context is longer than the
-  original one, else the short ones; `--context-length` chooses.
+Two of them depend on the length of the sequence: dynamic has its own base for every length beyond
+the original context, longrope takes its long factors there. runtime/rope_layout.py says which
+length counts for a token, and which row of the table it takes.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ from runtime.errors import ModelError
 from runtime.models import config_values as values
 from runtime.models.config_values import MOST_POSITIONS
 from runtime.models.sources import Source, WeightReader
+from runtime.rope_layout import LongPrompts, RopeLayout
 
 _LEAST_THETA = 1.001  # formulas divide by its logarithm
 TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
@@ -54,14 +51,33 @@ class RopeSpec(Source):
 
     def load(self, reader: WeightReader) -> Tensor:
         """The table of the served context; blocks of the same spec share one."""
-        return reader.shared(self, lambda: self.table(reader.context_length))
+        return reader.shared(self, lambda: self.table(reader.rope_layout))
 
-    def table(self, positions: int) -> Tensor:
-        """[positions, dim] float32: cosines in the first half of a row, sines in the second."""
-        at = torch.arange(positions, dtype=torch.float32)[:, None]
-        angles = at * self._inverse_frequencies(positions)
+    def table(self, layout: RopeLayout) -> Tensor:
+        """[rows of the layout, dim] float32, see `rows`; those that steps write are 0."""
+        at, long = torch.arange(layout.context), layout.long_prompts
+        table = self.rows(at, at + 1)
+        if long is None:
+            return table
+        if long.by_length:
+            return torch.cat((table, torch.zeros(layout.step_tokens, self.dim)))
+        return torch.cat((table, self.rows(at[: long.above], torch.tensor([long.above + 1]))))
+
+    def rows(self, positions: Tensor, lengths: Tensor) -> Tensor:
+        """[n, dim] float32: cosines in the first half of a row, sines in the second.
+
+        Args:
+            positions: [n] int64. lengths: [n] or [1] int64, tokens of the sequence that count.
+        """
+        angles = positions[:, None].float() * self._inverse_frequencies(lengths)
         factor = self._attention_factor()
         return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+
+    def long_prompts(self, context: int) -> LongPrompts | None:
+        """Which prompts have frequencies of their own in a context of so many tokens."""
+        if self.type not in ("dynamic", "longrope") or context <= self.original_context:
+            return None
+        return LongPrompts(self.original_context, by_length=self.type == "dynamic")
 
     def number(self, key: str, default: float | None = None) -> float:
         """One of the parameters, above 0. Raises: ModelError: absent without a default, or none."""
@@ -73,29 +89,29 @@ class RopeSpec(Source):
             return 1.0
         return _yarn_scale(self._yarn_factor(), self.number("mscale_all_dim")) ** 2
 
-    def _inverse_frequencies(self, positions: int) -> Tensor:
-        """[1 or positions, dim / 2] float32."""
+    def _inverse_frequencies(self, lengths: Tensor) -> Tensor:
+        """[1 or n, dim / 2] float32."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32)[None] / self.dim
         plain = 1.0 / self.theta**exponents
         if self.type == "linear":
             return plain / self.number("factor")
         if self.type == "dynamic":
-            return self._dynamic(positions, exponents)
+            return self._dynamic(lengths, exponents)
         if self.type == "yarn":
             return self._yarn(plain)
         if self.type == "llama3":
             return self._llama3(plain)
         if self.type == "longrope":
-            long = positions > self.original_context
-            return plain / self._factors("long_factor" if long else "short_factor")
+            long = (lengths > self.original_context)[:, None]
+            return plain / torch.where(
+                long, self._factors("long_factor"), self._factors("short_factor")
+            )
         return plain
 
-    def _dynamic(self, positions: int, exponents: Tensor) -> Tensor:
+    def _dynamic(self, lengths: Tensor, exponents: Tensor) -> Tensor:
         factor = self.number("factor")
-        lengths = torch.arange(1, positions + 1, dtype=torch.float64).clamp(
-            min=self.original_context
-        )
-        growth = factor * lengths / self.original_context - (factor - 1)
+        beyond = lengths.double().clamp(min=self.original_context)
+        growth = factor * beyond / self.original_context - (factor - 1)
         theta = self.theta * growth ** (self.dim / (self.dim - 2))
         return (1.0 / theta[:, None] ** exponents.double()).float()
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ops.op_set import OpSet
+    from runtime.rope_layout import RopeLayout
 
 
 class WeightReader(Protocol):
@@ -25,12 +26,12 @@ class WeightReader(Protocol):
 
     Args:
         ops: packs weights. quantization: what `OpSet.pack_linear` takes, None for none.
-        context_length: tokens of the longest sequence that is served.
+        rope_layout: the rows of rotary tables.
     """
 
     ops: OpSet
     quantization: str | None
-    context_length: int
+    rope_layout: RopeLayout
 
     def take(self, name: str, shape: tuple[int, ...], *, wide: bool = False) -> Tensor:
         """A tensor of the layer, on the device in the model's type, or in float32 if `wide`.

@@ -204,6 +204,9 @@ class Generator:
         for prompt in prompts:
             ids = array("i", prompt)
             most = self._most_tokens(params, len(prompt))
+            long_prompts, namespace = self.engine.runner.info.long_prompts, params.cache_salt
+            if long_prompts is not None:
+                namespace = long_prompts.namespace(namespace, len(prompt))
             sampling = replace(params.sampling, stop_token_ids=stops, max_new_tokens=most)
             requests += [
                 Request(
@@ -212,7 +215,7 @@ class Generator:
                     sampling=replace(sampling, seed=self._seed(sampling, choice)),
                     arrival_s=now,
                     priority=params.priority,
-                    namespace=params.cache_salt,
+                    namespace=namespace,
                     deadline_s=now + timeout if timeout else None,
                     grammar=params.new_matcher() if params.new_matcher is not None else None,
                 )

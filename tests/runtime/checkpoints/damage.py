@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import time
 
-from ops.blocks.attention import Attention
-from ops.blocks.latent_attention import LatentAttention
 from runtime.errors import ModelError
 from runtime.models.family import Family
 from runtime.models.registry import read_family
 from runtime.models.rope import RopeSpec
+from runtime.rope_layout import RopeLayout
 
 MISSING = object()
 WRONG = [
@@ -42,12 +41,10 @@ def read_model(config):
     """The family of a config, its rope tables made."""
     family = read_family(config)
     for rope in ropes(family):
-        rope.table(min(family.context_length, 24))
+        rope.table(RopeLayout(min(family.context_length, 24)))
     return family
 
 
 def ropes(family: Family) -> list[RopeSpec]:
     """The rotary embeddings of a model, each once."""
-    mixers = [block.mixer for block in family.model.blocks]
-    found = [mixer.rope for mixer in mixers if isinstance(mixer, Attention | LatentAttention)]
-    return list({id(rope): rope for rope in found if rope is not None}.values())
+    return list({id(rope): rope for rope in family.ropes}.values())

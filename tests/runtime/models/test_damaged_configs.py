@@ -12,6 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from runtime.models.registry import FAMILIES
+from runtime.rope_layout import RopeLayout
 from tests.runtime.checkpoints.damage import MISSING, WRONG, outcome, read_model, ropes
 
 ROPES = [
@@ -63,4 +64,4 @@ def test_each_key_may_hold_anything(config):
 def test_rope_tables_hold_no_nan():
     for config in configs().values():
         for rope in ropes(read_model(config)):
-            assert torch.isfinite(rope.table(24)).all(), rope
+            assert torch.isfinite(rope.table(RopeLayout(24))).all(), rope

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from runtime.config import RunnerConfig
 from runtime.errors import ConfigError, ModelError
 from runtime.execution.build import build_runner
 from runtime.models.rope import parse_rope
+from runtime.rope_layout import RopeLayout
 from tests.runtime.models.tiny_models import (
     Probe,
     expected_logits,
@@ -134,38 +133,6 @@ def test_phi3_long_rope_under_its_first_name(tmp_path: Path) -> None:
     assert_positions_equal(tmp_path, expected_logits(model, tokens), tokens)
 
 
-def test_long_rope_takes_the_short_factors_where_the_context_is_short(tmp_path: Path) -> None:
-    parameters, _, _ = TYPES["longrope"]
-    model = make_model(tmp_path, "llama", rope_parameters={"rope_theta": 10_000.0, **parameters})
-    tokens = random_tokens(128)
-    runner = open_runner(tmp_path, context_length=128)
-    (got,) = Probe(runner).step({1: (0, tokens)})
-    runner.close()
-    torch.testing.assert_close(got, expected_logits(model, tokens), atol=1e-4, rtol=1e-4)
-
-
-def test_dynamic_rope_beyond_the_original_context_equals_token_by_token_generation(
-    tmp_path: Path,
-) -> None:
-    parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
-    model = make_model(tmp_path, "llama", rope_parameters=parameters, max_position_embeddings=64)
-    tokens = random_tokens(150)
-    # transformers 5.2x renamed the argument.
-    argument = (
-        "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    )
-    cache = DynamicCache(config=model.config)
-    want = []
-    with torch.no_grad():
-        for lo, hi in [(0, 64)] + [(i, i + 1) for i in range(64, 150)]:
-            ids = torch.tensor([tokens[lo:hi]])
-            want.append(model(ids, **{argument: cache}, use_cache=True).logits[0])
-    runner = open_runner(tmp_path)
-    (got,) = Probe(runner).step({1: (0, tokens)})
-    runner.close()
-    torch.testing.assert_close(got, torch.cat(want), atol=1e-4, rtol=1e-4)
-
-
 def test_an_unknown_type_stops_the_start(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     path = tmp_path / "config.json"
@@ -192,7 +159,7 @@ def test_an_unknown_type_stops_the_start(tmp_path: Path) -> None:
 def test_missing_or_wrong_numbers_are_named(parameters: dict[str, Any], message: str) -> None:
     config = {"max_position_embeddings": 64, "rope_scaling": parameters}
     with pytest.raises(ModelError, match=message):
-        parse_rope(config, 8).table(16)
+        parse_rope(config, 8).table(RopeLayout(16))
 
 
 def test_a_context_beyond_the_models_own_is_refused_with_both_numbers(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from runtime.config import RunnerConfig
 from runtime.execution.build import build_runner
 from runtime.execution.forward_batch import make_forward_batch
+from runtime.request import Request, SamplingParams
 from runtime.scheduling.schedule_batch import ScheduleBatch
 
 if TYPE_CHECKING:
@@ -75,12 +76,14 @@ def expected_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 class Probe:
-    """Runs rows of hand-made steps and returns the logits of all their tokens."""
+    """Runs rows of hand-made steps and returns the logits of all their tokens. A row's prompt is
+    what its first step computes."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self._next_page = 1
         self.pages: dict[int, list[int]] = {}  # by row
+        self._requests: dict[int, Request] = {}
 
     def share(self, row: int, source: int, tokens: int) -> None:
         """Lets `row` begin with the cached pages of another row's first `tokens` tokens."""
@@ -101,7 +104,9 @@ class Probe:
                 batch.table_pages.append(self._next_page)
                 pages.append(self._next_page)
                 self._next_page += 1
-            batch.requests.append(None)
+            prompt = array("i", [0] * (start + len(tokens)))
+            request = Request(str(row), prompt, SamplingParams(), 0.0)
+            batch.requests.append(self._requests.setdefault(row, request))
             batch.rows.append(row)
             batch.prefix_lens.append(start)
             batch.extend_lens.append(len(tokens))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from runtime.rope_layout import LongPrompts
 from tests.fakes import IM_END, fake_runner, fake_server, says
 
 
@@ -70,6 +72,15 @@ async def test_cache_salt_keeps_prompts_apart():
     async with fake_server() as server:
         for salt, cached in (("a", 0), ("b", 0), ("a", 48)):
             body = await server.complete("y" * 50, max_tokens=1, cache_salt=salt)
+            assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+async def test_prompts_of_other_rotary_frequencies_share_no_cached_prefix():
+    runner = fake_runner()
+    runner.info = replace(runner.info, long_prompts=LongPrompts(60, by_length=True))
+    async with fake_server(runner=runner) as server:
+        for tokens, cached in ((50, 0), (60, 48), (61, 0), (62, 0), (61, 48)):
+            body = await server.complete("y" * tokens, max_tokens=1)
             assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
