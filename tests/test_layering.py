@@ -30,6 +30,7 @@ STANDARD_LIBRARY_ONLY = (
     "runtime/sizing.py",
     "runtime/request.py",
     "runtime/runner.py",
+    "runtime/rope_layout.py",
 )
 MAY_ASK_THE_DEVICE = (
     "runtime/execution/device.py",
