@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from server.api import (
     admin,
@@ -28,11 +28,17 @@ from server.api import (
 from server.api.incoming import IGNORED, IGNORED_HEADER
 from server.api.messages_answer import anthropic_error
 from server.http.errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
+from server.http.listeners import open_listener
+from server.http.protocol import check_version, protocol_factory
 from server.service import REQUEST_ID, SERVICE, Service, json_response
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    import socket
+    import ssl
+    from collections.abc import Awaitable, Callable, Sequence
     from typing import Any
+
+    from server.http.listeners import Listener
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,10 +73,25 @@ def app_runner(service: Service, **options: Any) -> web.AppRunner:
     return web.AppRunner(
         make_app(service),
         handler_cancellation=True,  # a client that leaves must free its pages
-        access_log=None,
-        auto_decompress=False,  # incoming.py does, and answers in JSON where it cannot
         **options,
     )
+
+
+async def start_listening(
+    service: Service,
+    runner: web.AppRunner,
+    sockets: Sequence[socket.socket],
+    tls: ssl.SSLContext | None = None,
+) -> list[Listener]:
+    """Answers on the sockets until the listeners are closed. runner: is set up."""
+    assert runner.server is not None
+    protocols = protocol_factory(
+        runner.server,
+        keepalive_timeout=service.config.idle_timeout,
+        access_log=None,
+        auto_decompress=False,  # incoming.py does, and answers in JSON where it cannot
+    )
+    return [await open_listener(sock, protocols, service.connections, tls) for sock in sockets]
 
 
 @web.middleware
@@ -139,6 +160,7 @@ def _error_response(request: web.Request, answer: ErrorAnswer) -> web.Response:
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Preflights, keys, and refusals while the server drains; a body must come in time."""
     service = request.app[SERVICE]
+    check_version(request)
     if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
         return web.Response(status=204)
     if request.path not in OPEN_PATHS:
@@ -154,6 +176,8 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise web.HTTPRequestTimeout(
                 text=f"the body did not arrive within {service.config.body_timeout:g} s"
             ) from None
+    interim = request.version >= HttpVersion11
+    service.connections.received(request.transport, interim=interim)
     return await handler(request)
 
 
@@ -199,6 +223,7 @@ def _allowed_origin(origin: str, allowed: str) -> str | None:
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Headers of every answer, streams included: the request's id, and CORS where it is on."""
+    request.app[SERVICE].connections.answering(request.transport)
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     if IGNORED in request:
         response.headers[IGNORED_HEADER] = request[IGNORED]

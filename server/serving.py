@@ -9,9 +9,9 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from server.app import app_runner
+from server.app import app_runner, start_listening
 from server.console import announce, progress
-from server.http.sockets import BACKLOG, base_url
+from server.http.sockets import base_url
 
 if TYPE_CHECKING:
     import socket
@@ -30,25 +30,16 @@ async def serve(
 ) -> None:
     """Answers on the sockets until SIGTERM or SIGINT, then drains and closes what it served."""
     service.engine.start()
-    runner = app_runner(
-        service,
-        keepalive_timeout=service.config.idle_timeout,
-        shutdown_timeout=SHUTDOWN_SECONDS,
-    )
+    runner = app_runner(service, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     stop = asyncio.Event()
     _on_signals(stop)
-    loop = asyncio.get_running_loop()
-    assert runner.server is not None
-    factory = service.connections.guard(runner.server)
-    # A path is not an address to asyncio.
-    create = loop.create_unix_server if service.config.uds else loop.create_server
-    servers = [await create(factory, sock=sock, ssl=tls, backlog=BACKLOG) for sock in sockets]
+    listeners = await start_listening(service, runner, sockets, tls)
     announce(base_url(sockets, tls=tls is not None), service)
     await stop.wait()
     await _drain(service)
-    for server in servers:
-        server.close()
+    for listener in listeners:
+        listener.close()
     await service.engine.stop()
     await runner.cleanup()
     service.model_format.close()

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.scheduling.scheduler import Scheduler
-from server.app import app_runner
+from server.app import app_runner, start_listening
 from server.config import ServerConfig
 from server.generation.params import SamplingDefaults
 from server.http.sockets import base_url, listen
@@ -175,9 +175,7 @@ async def fake_server(
     await runner.setup()
     (sock,) = listen("127.0.0.1", 0)
     url = base_url([sock], tls=tls is not None)
-    assert runner.server is not None
-    factory = service.connections.guard(runner.server)
-    server = await asyncio.get_running_loop().create_server(factory, sock=sock, ssl=tls)
+    (listener,) = await start_listening(service, runner, [sock], tls)
     simulated = service.engine.runner
     assert isinstance(simulated, SimRunner)
     try:
@@ -185,7 +183,7 @@ async def fake_server(
             yield FakeServer(url, service, simulated, client)
     finally:
         await service.engine.stop()
-        server.close()
+        listener.close()
         await runner.cleanup()
         service.model_format.close()
         service.tokenizer.close()

@@ -7,10 +7,15 @@ import errno
 import os
 import socket
 import stat
+from typing import TYPE_CHECKING
 
 from runtime.errors import ConfigError
 
+if TYPE_CHECKING:
+    import asyncio
+
 BACKLOG = 2048
+_TCP_CLOSE = 7  # of Linux's tcp_info, whose first byte is the state
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -102,3 +107,23 @@ def base_url(sockets: list[socket.socket], *, tls: bool) -> str:
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def can_tell_reset(transport: asyncio.BaseTransport) -> bool:
+    """Whether a reset of this connection is seen without reading from it."""
+    # Writing to a unix socket whose other end is closed fails at once.
+    return _family(transport) == socket.AF_UNIX or hasattr(socket, "TCP_INFO")
+
+
+def is_reset(transport: asyncio.BaseTransport) -> bool:
+    """Whether the other side has reset the connection, where `can_tell_reset`."""
+    if transport.is_closing() or _family(transport) == socket.AF_UNIX:
+        return False  # the event loop knows of it, or will on writing
+    sock = transport.get_extra_info("socket")
+    state: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    return state[0] == _TCP_CLOSE
+
+
+def _family(transport: asyncio.BaseTransport) -> int:
+    family: int = transport.get_extra_info("socket").family
+    return family

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import ssl
-import subprocess
 
 import pytest
 
@@ -79,18 +77,6 @@ def test_an_ipv6_address_is_bracketed():
         pytest.skip(str(error))
     assert base_url(sockets, tls=False) == f"http://[::1]:{sockets[0].getsockname()[1]}"
     sockets[0].close()
-
-
-@pytest.fixture
-def certificate(tmp_path):
-    """Files of a certificate for 127.0.0.1 and of its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    return cert, key
 
 
 async def test_tls_serves_with_the_given_files(certificate):
