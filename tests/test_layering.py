@@ -160,12 +160,13 @@ def strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:
         for other in others:
             backwards[other].add(module)
     seen.clear()
-    groups = []
+    groups: list[set[str]] = []
     for module in reversed(order):
         if module not in seen:
-            groups.append([])
-            visit(module, backwards, groups[-1])
-    return [set(group) for group in groups]
+            group: list[str] = []
+            visit(module, backwards, group)
+            groups.append(set(group))
+    return groups
 
 
 def test_init_files_of_runtime_stay_empty():

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from ops.cpu.op_set import CpuOps
-from ops.op_set import AttentionBatch, AttentionSpec
+from ops.op_set import AttentionBatch, AttentionSpec, OpSet
 from ops.reference import ReferenceOps
 
 REFERENCE = ReferenceOps()
 CPU = CpuOps()
+BOTH: tuple[OpSet, OpSet] = (CPU, REFERENCE)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -88,7 +89,7 @@ def test_elementwise_ops_equal_the_reference(dtype: torch.dtype) -> None:
     residuals = [torch.ones(7, 30, dtype=dtype), torch.ones(7, 30, dtype=dtype)]
     normed = [
         ops.add_rms_norm(x[:, 0], residual, weight, 1e-5)
-        for ops, residual in zip((CPU, REFERENCE), residuals, strict=True)
+        for ops, residual in zip(BOTH, residuals, strict=True)
     ]
     assert torch.equal(*normed)
     assert torch.equal(*residuals)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers.activations import ACT2FN
@@ -86,7 +88,9 @@ def test_rms_norm_with_float32_weights_equals_gemma(dtype: torch.dtype) -> None:
     ],
     ids=["silu", "gelu-tanh", "gelu"],
 )
-def test_gated_activations_equal_transformers(ours: object, theirs: str) -> None:
+def test_gated_activations_equal_transformers(
+    ours: Callable[[torch.Tensor], torch.Tensor], theirs: str
+) -> None:
     x = torch.randn(5, 14, generator=torch.Generator().manual_seed(3)) * 3
     torch.testing.assert_close(ours(x), ACT2FN[theirs](x[:, :7]) * x[:, 7:])
 

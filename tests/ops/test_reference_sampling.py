@@ -146,7 +146,8 @@ def exact(
     kept = order[: top_k or len(order)]
     p = np.where(np.isin(np.arange(len(p)), kept), p, 0)
     p /= p.sum()
-    total, nucleus = 0.0, []
+    total = 0.0
+    nucleus: list[int] = []
     for token in kept:
         if nucleus and total >= top_p:
             break
@@ -224,12 +225,12 @@ def test_bias_penalties_bans_and_mask_change_the_distribution_in_that_order(back
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_penalties_count_prompt_and_output_as_published(backend: str) -> None:
     """Presence and frequency see outputs alone, repetition sees both, each token once."""
-    on = {"prompt": [5, 5, 7], "outputs": [9]}
+    on: dict[str, Any] = {"prompt": [5, 5, 7], "outputs": [9]}
     logits = torch.tensor([[2.0] * 12])
     logits[0, 7] = -2.0
     sampler = ops.load(backend)
 
-    def best_after(index: int, **amounts: float) -> int:
+    def best_after(index: int, **amounts: Any) -> int:
         """The token chosen when all but two are banned and penalties act on the first."""
         p = penalties(1, **on, **{"repetition": 1.0, "presence": 0.0, "frequency": 0.0, **amounts})
         others = [t for t in range(12) if t not in (index, 0)]

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
 from runtime.checkpoints.gguf_tokenizer import write_tokenizer
 from tests.runtime.checkpoints.tiny_models import make_llama, write_folder, write_gguf
+from tests.values import present
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0  # far beyond what anything here takes: a hang must fail, not stall
@@ -42,6 +43,7 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        self._output = present(self._process.stdout)
         self.pid = self._process.pid
         self.lines: list[str] = []
         self._news: queue.Queue[str | None] = queue.Queue()
@@ -55,10 +57,10 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
         self._reader.join()
-        self._process.stdout.close()
+        self._output.close()
 
     def _read(self) -> None:
-        for line in self._process.stdout:
+        for line in self._output:
             self.lines.append(line.rstrip("\n"))
             self._news.put(line)
         self._news.put(None)
@@ -77,7 +79,7 @@ class ServerProcess:
 
     def url(self) -> str:
         """The address of the ready line, once there is one."""
-        return re.search(r"https?://\S+", self.wait_for(r"is ready on http")).group()
+        return present(re.search(r"https?://\S+", self.wait_for(r"is ready on http"))).group()
 
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.scripts.fake_openai import FakeServer, send, serving
 
 
 def some_load(**changes):
-    given = {"requests": 12, "concurrency": 3, "rate": None, "seed": 1}
+    given: dict[str, Any] = {"requests": 12, "concurrency": 3, "rate": None, "seed": 1}
     given |= {"prompt_tokens": "5:9", "output_tokens": "4"}
     return load_test.Load(**{**given, **changes})
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 import openai
 
+from server.service import Service
 from tests.fakes import CHATML, IM_END, MODEL, byte_tokenizer, fake_server, make_fake_service
 from tests.sim_runner import SimRunner
 
@@ -54,10 +55,11 @@ def say_what_is_asked(request: Request, index: int) -> int:
 class Served:
     """A running server and clients of it."""
 
+    service: Service  # of a server in this process
+
     def __init__(self, url: str, model: str = MODEL, api_key: str = "none") -> None:
         self.url = url
         self.model = model
-        self.service = None  # of a server in this process
         self.openai = openai.OpenAI(base_url=url + "/v1", api_key=api_key, max_retries=0)
         self.anthropic = anthropic.Anthropic(base_url=url, api_key=api_key, max_retries=0)
 
@@ -67,21 +69,29 @@ class Served:
 
     def chat(self, content, **fields):
         """A chat completion with one user message (or the messages that are given)."""
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        messages: Any = (
+            [{"role": "user", "content": content}] if isinstance(content, str) else content
+        )
         return self.openai.chat.completions.create(model=self.model, messages=messages, **fields)
+
+
+def error_body(error: openai.APIError | anthropic.APIError) -> dict[str, Any]:
+    """The JSON that a client's exception was made from."""
+    assert isinstance(error.body, dict)
+    return error.body
 
 
 @contextmanager
 def sim_server(
     template: str | None = CHATML,
     runner_class: type[SimRunner] = SimRunner,
-    **options: object,
+    **options: Any,
 ) -> Iterator[Served]:
     """A server in a thread of its own, since the clients block. options: of its service."""
     tokenizer = byte_tokenizer(template, (MARKER,))
     runner = runner_class(say_what_is_asked, vocab_size=tokenizer.vocab_size)
     started = threading.Event()
-    shared: dict[str, object] = {}
+    shared: dict[str, Any] = {}
 
     async def main() -> None:
         service = make_fake_service(runner, tokenizer, **{"context_length": 4096, **options})

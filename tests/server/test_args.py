@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def refusal(capsys, *argv):
 
 
 # One value inside the bound for every option; where one option needs another, both.
-COMPANIONS = {
+COMPANIONS: dict[str, dict[str, Any]] = {
     "max_prefill_tokens": {"page_size": 1},
     "ssl_certfile": {"ssl_keyfile": "key.pem"},
     "ssl_keyfile": {"ssl_certfile": "cert.pem"},
@@ -79,7 +80,7 @@ def refused_values(item):
         return ["no-such-choice", ""]
     if item.several or item.kind is str:
         return [] if item.default == "" else [""]
-    wrong = ["a few", ""]
+    wrong: list[Any] = ["a few", ""]
     wrong.append(item.above if item.at_least is None else item.at_least - 1)
     if item.at_most is not None or item.kind is int:
         most = LARGEST_INTEGER if item.at_most is None else item.at_most

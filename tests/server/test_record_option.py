@@ -7,11 +7,13 @@ import io
 import os
 import stat
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 
 from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError
+from runtime.simulation.recorder import RecordingScheduler
 from runtime.simulation.trace import read_trace
 from server.config import ServerConfig
 from server.loading import make_scheduler
@@ -87,5 +89,6 @@ def test_a_trace_can_be_read_by_its_owner_alone(tmp_path, there_before):
     if there_before:
         path.touch()
         path.chmod(0o644)
-    make_scheduler(SchedulerConfig(capacity_tokens=1024, context_length=512), str(path)).close()
+    config = SchedulerConfig(capacity_tokens=1024, context_length=512)
+    cast("RecordingScheduler", make_scheduler(config, str(path))).close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,13 @@ from server.generation.params import SamplingDefaults
 from server.loading import sampling_defaults
 from tests.fakes import fake_runner, fake_server, make_fake_service
 
-SETTINGS = {"temperature": 0.5, "top_p": 0.8, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2}
+SETTINGS: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.8,
+    "top_k": 7,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 

@@ -57,7 +57,7 @@ def widened(value: Any) -> Any:
         return value.float()
     if isinstance(value, tuple):
         return tuple(widened(part) for part in value)
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: widened(getattr(value, f.name)) for f in fields(value)})
     return value
 

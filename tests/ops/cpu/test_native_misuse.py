@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from ops.blocks.dense_mlp import DenseMlp
 from ops.op_set import AttentionSpec, SamplingTensors
 from tests.ops.cpu.cases import paged_batch, prefill_step, tiny_model
 
@@ -21,17 +22,19 @@ if TYPE_CHECKING:
 SPEC = AttentionSpec(0.125)
 
 
+def store(ops: NativeOps, *, heads: int, slot: int) -> None:
+    """A key of two heads into pools of four slots and so many heads."""
+    k, pool = torch.zeros(1, 2, 8), torch.zeros(4, heads, 8)
+    ops.store_kv(k, k, pool, pool.clone(), torch.tensor([slot]))
+
+
 def attention(ops: NativeOps, **changes: Any) -> None:
     """A correct call, apart from the changes."""
     batch, _, _, slots = paged_batch([(5, 2), (20, 1)], 16)
-    arguments = {
-        "q": torch.zeros(3, 4, 16),
-        "k": torch.zeros(slots, 2, 16),
-        "v": torch.zeros(slots, 2, 16),
-    } | {name: value for name, value in changes.items() if name in "qkv"}
-    fields = {name: value for name, value in changes.items() if name not in "qkv"}
-    spec = fields.pop("spec", SPEC)
-    ops.extend_attention(*arguments.values(), replace(batch, **fields), spec)
+    q = changes.pop("q", torch.zeros(3, 4, 16))
+    k, v = (changes.pop(name, torch.zeros(slots, 2, 16)) for name in "kv")
+    spec = changes.pop("spec", SPEC)
+    ops.extend_attention(q, k, v, replace(batch, **changes), spec)
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -113,12 +116,12 @@ CALLS: dict[str, tuple[Callable[[NativeOps], object], type[Exception], str]] = {
     "rope_odd": (lambda o: rotary(o, 0, 7), ValueError, "7 columns"),
     "rope_wide": (lambda o: rotary(o, 0, 10), ValueError, "10 columns"),
     "slot_outside": (
-        lambda o: o.store_kv(*torch.zeros(2, 1, 2, 8), *torch.zeros(2, 4, 2, 8), torch.tensor([4])),
+        lambda o: store(o, heads=2, slot=4),
         IndexError,
         "slot",
     ),
     "pool_shape": (
-        lambda o: o.store_kv(*torch.zeros(2, 1, 2, 8), *torch.zeros(2, 4, 1, 8), torch.tensor([0])),
+        lambda o: store(o, heads=1, slot=0),
         ValueError,
         "k_pool",
     ),
@@ -201,14 +204,16 @@ def tiny(ops: NativeOps) -> tuple[DecoderStep, CompiledDecoder]:
 def test_decoder_step(best: NativeOps, case: str) -> None:
     good, decoder = tiny(best)
     name, value, error, message = DECODER[case]
+    changes: dict[str, Any] = {name: value}
     decoder(good)
     with pytest.raises(error, match=message):
-        decoder(replace(good, **{name: value}))
+        decoder(replace(good, **changes))
 
 
 def test_weights_of_another_shape_do_not_compile(best: NativeOps) -> None:
     model = tiny_model(best, torch.float32)
     first, (attention, mlp) = model.layers
+    assert isinstance(mlp.mixer, DenseMlp)
     wrong = replace(mlp.mixer, down=best.pack_linear(torch.zeros(48, 96)))
     layers = (first, (attention, replace(mlp, mixer=wrong)))
     with pytest.raises(ValueError, match=r"down: weight \[48, 96\], expected \[48, 80\]"):

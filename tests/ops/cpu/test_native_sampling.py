@@ -71,9 +71,7 @@ FILTERS: list[dict[str, float]] = [
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("values", FILTERS, ids=lambda v: "-".join(f"{k}{v[k]}" for k in v) or "on")
-def test_tokens_equal_the_reference(
-    native: NativeOps, values: dict[str, float], vocab: int
-) -> None:
+def test_tokens_equal_the_reference(native: NativeOps, values: dict[str, Any], vocab: int) -> None:
     logits = torch.randn(ROWS, vocab, generator=generator(vocab)) * 3
     got, want = both(native, logits, settings(**values))
     assert torch.equal(got, want)
@@ -134,7 +132,7 @@ def test_bias_bans_penalties_and_masks(native: NativeOps) -> None:
 @pytest.mark.parametrize(
     "values", [{"temperature": 0}, {}, {"top_k": 5}], ids=["greedy", "on", "k"]
 )
-def test_rows_without_a_choice_give_minus_one(native: NativeOps, values: dict[str, float]) -> None:
+def test_rows_without_a_choice_give_minus_one(native: NativeOps, values: dict[str, Any]) -> None:
     logits = torch.randn(4, 100, generator=generator())
     logits[0, 77] = float("nan")
     logits[1] = float("-inf")

@@ -25,6 +25,8 @@ os.environ["TRITON_INTERPRET"] = "0"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from unittest.mock import Mock, patch
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -88,10 +90,11 @@ class Launch:
 
 def record_launches(call: Callable[[], Any]) -> list[Launch]:
     """The kernels that `call` would launch, none of which runs."""
-    launches = []
+    launches: list[Launch] = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {k: kwargs.pop(k) for k in ("num_warps", "num_stages") if k in kwargs}
+        names: list[str] = [name for name in ("num_warps", "num_stages") if name in kwargs]
+        options = {name: kwargs.pop(name) for name in names}
         launches.append(
             Launch(self, dict(zip(self.arg_names, args, strict=False)) | kwargs, options)
         )
@@ -265,9 +268,13 @@ def main(arguments: list[str]) -> None:
     for case in cases:
         for target in TARGETS:
             # Tiles are chosen by the device: consumer and AMD chips have less shared memory.
-            for module in (extend_attention, decode_attention):
-                module.has_large_shared_memory = lambda _, t=target: not t.startswith("gfx")
-            for launch in record_launches(CASES[case]):
+            large = Mock(return_value=not target.startswith("gfx"))
+            with (
+                patch.object(extend_attention, "has_large_shared_memory", large),
+                patch.object(decode_attention, "has_large_shared_memory", large),
+            ):
+                launches = record_launches(CASES[case])
+            for launch in launches:
                 result = asdict(compile_launch(launch, target))
                 print(json.dumps({"case": case} | result), flush=True)
 

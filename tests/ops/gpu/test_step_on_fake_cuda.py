@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from ops.gpu.op_set import GpuOps
 from ops.op_set import Expert, Routing
 from runtime.execution.device import Device, Fence
+from runtime.execution.forward_batch import Staging
 from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
@@ -50,8 +51,10 @@ class FakeDevice(Device):
         return torch.empty(values.shape, dtype=dtype, device=self.torch_device)
 
 
-class FakeStaging:
+class FakeStaging(Staging):
     """`Staging`, whose numpy views need memory that a fake tensor does not have."""
+
+    def __init__(self) -> None: ...
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return [torch.empty(len(values), dtype=torch.int32, device="cuda") for values in arrays]
@@ -172,14 +175,16 @@ def test_what_a_graph_captures_neither_waits_nor_mixes_devices(runner: ModelRunn
 
 def test_experts_are_computed_without_a_wait() -> None:
     """Which expert a token goes through is never known to the host."""
-    ops, where = GpuOps(), {"device": "cuda"}
+    ops, where = GpuOps(), torch.device("cuda")
     with FakeTensorMode(allow_non_fake_inputs=True):
         shapes = (64, 48), (48, 32), (64,), (48,)
-        experts = [Expert(*(torch.empty(shape, **where) for shape in shapes)) for _ in range(8)]
+        experts = [
+            Expert(*(torch.empty(shape, device=where) for shape in shapes)) for _ in range(8)
+        ]
         routing = Routing(3, True, "sigmoid", groups=4, top_groups=2, group_score="top2")
-        correction = torch.empty(8, **where)
-        ids, weights = ops.route(torch.empty(9, 8, **where), routing, correction)
-        x = torch.empty(9, 48, **where)
+        correction = torch.empty(8, device=where)
+        ids, weights = ops.route(torch.empty(9, 8, device=where), routing, correction)
+        x = torch.empty(9, 48, device=where)
         out = ops.run_experts(x, ids, weights, ops.pack_experts(experts), "silu")
         assert (out.shape, out.device.type) == ((9, 48), "cuda")
 

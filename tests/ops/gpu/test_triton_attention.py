@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ pytestmark = [
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = (1, 3, 4, 8)
-FEATURES = {
+FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 19},
     "soft_cap": {"soft_cap": 2.0},
@@ -94,7 +95,7 @@ def test_extend_and_decode_equal_the_reference(case: Case) -> None:
     """One ragged batch with the case's row first and two shorter ones, then a decode step of the
     same rows. What no row may read holds NaN."""
     rows = [(case.prefix, case.length), (17, 1), (0, 5)]
-    options = {
+    options: dict[str, Any] = {
         "head_dim": case.head_dim,
         "group": case.group,
         "kv_heads": 1 if case.group == 8 else 2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -62,7 +64,7 @@ def test_norms_with_float32_weights_round_the_result_alone() -> None:
     """In float16, to which the interpreter rounds like a GPU."""
     weight = 1 + 0.01 * randn(576, dtype=torch.float32)
     x, residual = (randn(3, 576, dtype=torch.float16, seed=seed) for seed in (1, 2))
-    half_ulp = {"rtol": 1.002 * 2**-11, "atol": 2**-24}
+    half_ulp: dict[str, Any] = {"rtol": 1.002 * 2**-11, "atol": 2**-24}
     exact = reference.rms_norm(x.float(), weight, 1e-5)
     torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-5).float(), exact, **half_ulp)
     exact = reference.rms_norm((x + residual).float(), weight, 1e-5)

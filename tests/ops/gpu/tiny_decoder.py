@@ -17,6 +17,7 @@ from runtime.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from ops.blocks.block import Mixer
+    from ops.decoder import Backend
     from ops.op_set import OpSet
 
 VOCAB_SIZE, HIDDEN_SIZE, INTERMEDIATE_SIZE = 211, 48, 80
@@ -25,7 +26,7 @@ WINDOWS = (0, 24)  # by layer
 PAGE_SIZE = 4
 
 
-def make_device(ops: OpSet, where: str = "cpu") -> Device:
+def make_device(ops: Backend, where: str = "cpu") -> Device:
     """A float32 device that computes with `ops`."""
     return Device(
         torch_device=torch.device(where),

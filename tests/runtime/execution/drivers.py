@@ -6,14 +6,14 @@ import contextlib
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from runtime.request import Finish, TokenLogprobs
+    from runtime.request import Finish, RequestOutput, TokenLogprobs
     from runtime.runner import LaunchedStep, Runner, SampleMasks
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
@@ -55,7 +55,7 @@ class Run:
         return sum(request.retractions for request in self.requests.values())
 
 
-def request(name: str, prompt: Sequence[int], sampling: SamplingParams, **more: object) -> Request:
+def request(name: str, prompt: Sequence[int], sampling: SamplingParams, **more: Any) -> Request:
     return Request(name, array("i", prompt), sampling, arrival_s=0.0, **more)
 
 
@@ -140,7 +140,7 @@ def _finish(
     return True
 
 
-def _take(result: Run, outputs: Sequence[object]) -> None:
+def _take(result: Run, outputs: Sequence[RequestOutput]) -> None:
     for news in outputs:
         generated = result.outputs[news.request.request_id]
         generated.token_ids.extend(news.token_ids)

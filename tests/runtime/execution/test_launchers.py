@@ -6,6 +6,7 @@ import contextlib
 import threading
 from array import array
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_steps_end_in_the_order_of_their_launch(runner: ModelRunner) -> None:
     steps = []
     for row in (1, 2, 3):
         pending = runner.launch(prefill(row))
-        pending.add_done_callback(lambda row=row: ended.append(row))
+        pending.add_done_callback(partial(ended.append, row))
         steps.append(pending)
     for pending in steps:
         pending.sample(None)

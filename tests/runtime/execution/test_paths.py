@@ -19,6 +19,7 @@ from runtime.request import FinishReason, SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.execution.drivers import Run, request, run
 from tests.runtime.models.tiny_models import expected_logits, make_model, random_tokens
+from tests.values import present
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,7 +210,7 @@ def check_logprobs(result: Run, model: PreTrainedModel) -> None:
         if prompt_asked is None:
             assert generated.prompt_logprobs is None
         else:
-            first, *others = generated.prompt_logprobs
+            first, *others = present(generated.prompt_logprobs)
             assert first is None
             check_records(others, prompt[1:], want, prompt_asked)
 
@@ -246,7 +247,7 @@ def test_the_end_is_possible_after_exactly_min_tokens(
     assert len(generated.token_ids) == min_tokens + 1
     assert not set(generated.token_ids[:-1]) & stop
     assert generated.token_ids[-1] in stop
-    assert generated.finish.reason is FinishReason.STOP
+    assert present(generated.finish).reason is FinishReason.STOP
 
 
 def test_a_request_whose_logits_are_nan_ends_alone(folder: Path, model: PreTrainedModel) -> None:
@@ -260,10 +261,10 @@ def test_a_request_whose_logits_are_nan_ends_alone(folder: Path, model: PreTrain
     batch = scheduler()
     result = run(batch, runner, [request(n, p, sampling) for n, p in [("g", good), ("b", bad)]])
     assert len(result.outputs["g"].token_ids) == 8
-    assert result.outputs["g"].finish.reason is FinishReason.LENGTH
+    assert present(result.outputs["g"].finish).reason is FinishReason.LENGTH
     assert result.outputs["b"].token_ids == []
-    assert result.outputs["b"].finish.reason is FinishReason.ERROR
-    assert "NaN" in result.outputs["b"].finish.message
+    assert present(result.outputs["b"].finish).reason is FinishReason.ERROR
+    assert "NaN" in present(present(result.outputs["b"].finish).message)
     # The pages that held NaN are used again, and nothing of them is seen.
     again = run(batch, runner, [request("g2", good, sampling)])
     runner.close()

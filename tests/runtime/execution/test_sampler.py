@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -17,9 +17,12 @@ from runtime.execution.sampler import Sampler
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
 from runtime.scheduling.schedule_batch import ScheduleBatch
+from tests.values import present
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from runtime.execution.device import Device
 
 VOCAB = 70
 EOS = frozenset({2})
@@ -46,7 +49,7 @@ class Bench:
         device = SimpleNamespace(
             torch_device=torch.device("cpu"), ops=self.ops, upload=torch.from_numpy
         )
-        self.sampler = Sampler(device, rows, VOCAB, EOS)
+        self.sampler = Sampler(cast("Device", device), rows, VOCAB, EOS)
 
     def step(
         self,
@@ -153,7 +156,7 @@ def test_rows_are_told_apart_whatever_their_place_in_the_batch() -> None:
         assert getattr(second, name).tolist() == getattr(first, name).tolist()[::-1]
     assert second.temperature.tolist() == [0.0, pytest.approx(0.7)]
     assert second.position.tolist() == [2, 2]
-    assert [t.tolist() for t in second.bias] == [[0], [8], [4.0]]
+    assert [t.tolist() for t in present(second.bias)] == [[0], [8], [4.0]]
     bench.step([(1, cold)], torch.zeros(1, VOCAB), prefill=False)
     assert bench.ops.seen[2].all_greedy
     assert not bench.ops.seen[2].any_filter

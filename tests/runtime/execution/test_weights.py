@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from runtime.config import RunnerConfig
 from runtime.errors import ConfigError, ModelError
@@ -20,10 +23,7 @@ from tests.runtime.models.tiny_models import (
     random_tokens,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 TOKENS = random_tokens(21)
 
@@ -35,7 +35,7 @@ def logits_here(folder: Path, **options: object) -> Tensor:
     return got
 
 
-def rewrite(folder: Path, change: object) -> None:
+def rewrite(folder: Path, change: Change) -> None:
     """Applies change(tensors) and saves the result in the order it returns."""
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
@@ -120,7 +120,7 @@ def drop(name: str) -> object:
     ids=["missing", "no-head", "shape", "unknown", "quantized"],
 )
 def test_a_wrong_file_stops_the_start_and_names_the_tensor(
-    change: object, message: str, tmp_path: Path
+    change: Change, message: str, tmp_path: Path
 ) -> None:
     make_model(tmp_path, "llama", tie_word_embeddings=False)
     rewrite(tmp_path, change)
@@ -183,7 +183,7 @@ def test_activations_beyond_float16_stay_finite(tmp_path: Path) -> None:
 def test_eos_ids_are_those_of_both_configs_and_of_the_tokenizer(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
 
-    def eos(**options: int) -> frozenset[int]:
+    def eos(**options: Any) -> frozenset[int]:
         config = RunnerConfig(model=str(tmp_path), device="cpu", max_total_tokens=64)
         runner, info = build_runner(config, page_size=4, max_running_requests=1, **options)
         runner.close()

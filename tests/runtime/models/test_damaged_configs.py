@@ -6,6 +6,7 @@ Each key is left out, and given values of every type, huge, negative and zero.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from runtime.models.registry import FAMILIES
 from runtime.rope_layout import RopeLayout
 from tests.runtime.checkpoints.damage import MISSING, WRONG, outcome, read_model, ropes
 
-ROPES = [
+ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ def make_model(
     return model
 
 
-def open_runner(folder: Path, **options: object) -> ModelRunner:
+def open_runner(folder: Path, **options: Any) -> ModelRunner:
     """A float32 runner of the model in `folder` with pages of 4 tokens."""
     config = RunnerConfig(
         **{"model": str(folder), "device": "cpu", "max_total_tokens": 4096, **options}

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from runtime.request import FinishReason, Request
+from runtime.scheduling.radix_tree import Node
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import FakeDevice
@@ -256,7 +257,7 @@ class NaiveModel:
         """Every node by its whole prefix, walked from the roots, with its pages."""
         found: dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]] = {}
         for namespace, root in self.scheduler.memory.cache.tree.roots.items():
-            stack = [(root, ())]
+            stack: list[tuple[Node, tuple[int, ...]]] = [(root, ())]
             while stack:
                 node, above = stack.pop()
                 assert node.children or node is not root, "an empty namespace is kept"

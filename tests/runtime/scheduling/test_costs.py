@@ -141,7 +141,7 @@ def filled(leaves: int, policy: str) -> RadixCache:
     cache = RadixCache(allocator, policy)
     keys = [array("i", [i] * 16).tobytes() for i in range(leaves)]
     for key in keys:
-        cache.insert("", key, allocator.allocate_pages(1), 0)
+        cache.insert("", key, allocator.allocate_pages(1))
     for key in reversed(keys):
         node = cache.match("", key, 16).node
         cache.lock(node)
@@ -163,7 +163,7 @@ def test_freeing_a_page_of_a_long_prompt_copies_little() -> None:
     allocator = PageAllocator(1_000_016, 16)
     cache = RadixCache(allocator)
     pages = allocator.allocate_pages(62_500)
-    cache.insert("", array("i", range(1_000_000)).tobytes(), pages, 0)
+    cache.insert("", array("i", range(1_000_000)).tobytes(), pages)
     tracemalloc.start()
     try:
         assert cache.evict(1) == 1

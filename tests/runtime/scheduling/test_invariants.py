@@ -10,8 +10,10 @@ import pytest
 from runtime.errors import InvariantError
 from runtime.scheduling.invariants import SLICE
 from runtime.scheduling.kv_memory import Share
+from runtime.scheduling.radix_tree import Node
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
+from tests.values import present
 
 
 def served(**options: object) -> Driver:
@@ -30,8 +32,8 @@ def slices(scheduler: Scheduler) -> int:
     return count
 
 
-def _leaf(scheduler: Scheduler) -> object:
-    return scheduler.memory.cache.order.first()
+def _leaf(scheduler: Scheduler) -> Node:
+    return present(scheduler.memory.cache.order.first())
 
 
 def _take_a_page(scheduler: Scheduler) -> None:

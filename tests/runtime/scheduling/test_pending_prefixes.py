@@ -62,7 +62,7 @@ def test_who_waits_is_as_defined(seed: int, page_size: int) -> None:
         if whole:
             name = prompts.rng.choice(["", "salt"])
             key = array("i", tokens[: whole * page_size]).tobytes()
-            memory.cache.insert(name, key, memory.allocator.allocate_pages(whole), 0)
+            memory.cache.insert(name, key, memory.allocator.allocate_pages(whole))
         found = PendingPrefixes(memory)
         pending: list[Request] = []
         for _ in range(12):

@@ -10,6 +10,7 @@ from runtime.errors import InvariantError
 from runtime.scheduling.page_allocator import PageAllocator
 from runtime.scheduling.radix_cache import PrefixMatch, RadixCache
 from runtime.scheduling.radix_tree import Place
+from tests.values import present
 
 
 class Tree:
@@ -202,10 +203,10 @@ def test_what_is_dropped_goes_with_all_below_it_when_its_last_reader_does() -> N
     other = tree.insert(numbers(30))
     tree.cache.lock(reader.node)
     tree.cache.lock(other.node)
-    tree.cache.drop(other.node, 10)
+    tree.cache.drop(present(other.node), 10)
     assert tree.match(numbers(30)).tokens == 10
-    assert reader.node.dead, "it hangs below what was dropped"
-    assert other.node.dead
+    assert present(reader.node).dead, "it hangs below what was dropped"
+    assert present(other.node).dead
     free = tree.allocator.free_tokens
     tree.cache.unlock(reader.node)
     assert tree.allocator.free_tokens == free + 10, "the last reader gives the dead pages back"
@@ -259,7 +260,7 @@ def test_what_ends_before_the_last_tokens_of_a_path() -> None:
     split = tree.cache.above(lower.node, 22)
     assert split is not None
     assert (split.start, split.end) == (10, 22)
-    assert split is lower.node.parent
+    assert split is present(lower.node).parent
     assert upper.tokens == 10
     tree.check()
 
@@ -281,7 +282,7 @@ def test_what_is_dropped_may_begin_in_the_middle_of_a_node() -> None:
     first = tree.insert(numbers(10))
     last = tree.insert(numbers(30))
     assert last.node is first.node, "one node holds what was inserted in pieces"
-    tree.cache.drop(last.node, 20)
+    tree.cache.drop(present(last.node), 20)
     assert tree.match(numbers(30)).tokens == 20
     tree.check()
 

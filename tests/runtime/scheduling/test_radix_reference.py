@@ -17,6 +17,7 @@ import pytest
 from runtime.scheduling.page_allocator import PageAllocator
 from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.radix_tree import Node, Place
+from tests.values import present
 
 Prefix = tuple[str, tuple[int, ...]]  # namespace, tokens in whole pages
 
@@ -224,7 +225,7 @@ class Life:
             above = self.cache.above(reader.node, growth.before)
             self.cache.move_lock(reader.node, above)
             if added:
-                self.cache.take_back(reader.node, growth.known)
+                self.cache.take_back(present(reader.node), growth.known)
                 self.model.drop(reader.prefix, growth.known)
             self.allocator.free(growth.pages)
             for page in reader.pages[growth.before // size :]:
@@ -241,7 +242,7 @@ class Life:
         if alive and self.rng.random() < 0.2:
             reader = self.rng.choice(alive)
             position = self.rng.randrange(len(reader.pages)) * self.size
-            self.cache.drop(reader.node, position)
+            self.cache.drop(present(reader.node), position)
             self.model.drop(reader.prefix, position)
             self.counts["dropped"] += len(reader.pages) - position // self.size
 
@@ -279,7 +280,9 @@ class Life:
 
     def _walk(self) -> dict[Prefix, int]:
         found: dict[Prefix, int] = {}
-        stack = [(name, (), root) for name, root in self.cache.tree.roots.items()]
+        stack: list[tuple[str, tuple[int, ...], Node]] = [
+            (name, (), root) for name, root in self.cache.tree.roots.items()
+        ]
         while stack:
             name, before, node = stack.pop()
             tokens = (*before, *memoryview(bytes(node.key)).cast("i"))

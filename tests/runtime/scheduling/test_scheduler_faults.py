@@ -19,6 +19,7 @@ from tests.runtime.scheduling.scheduler_harness import (
     request,
     scripted_token,
 )
+from tests.values import present
 
 
 def script_of(made: dict[str, list[int]]):
@@ -248,7 +249,7 @@ def test_an_abort_while_the_last_chunk_is_in_flight_streams_nothing() -> None:
     assert driver.commit() == []
     assert driver.commit() == []
     plan = driver.plan()
-    assert [news.finish.reason for news in plan.ended] == [FinishReason.ABORT]
+    assert [present(news.finish).reason for news in plan.ended] == [FinishReason.ABORT]
     assert plan.batch is None
     assert driver.tokens["r"] == []
     assert driver.scheduler.statistics().free_tokens == 200 - 100, "the prompt stays cached"
@@ -366,7 +367,7 @@ def test_a_row_without_a_token_ends_alone() -> None:
     failed = StepOutput(output.token_ids, failed={bad: "a logit is NaN"})
     driver.collect(driver.scheduler.commit(batch, failed, driver.now))
     driver.run()
-    assert driver.ended["bad"].finish.message == "a logit is NaN"
+    assert present(driver.ended["bad"].finish).message == "a logit is NaN"
     assert driver.reason("bad") == "error"
     assert len(driver.tokens["bad"]) == 1
     assert len(driver.tokens["good"]) == 5

@@ -19,6 +19,7 @@ from tests.runtime.scheduling.scheduler_harness import (
     request,
     scripted_token,
 )
+from tests.values import present
 
 
 def kinds(driver: Driver) -> list[str]:
@@ -71,7 +72,7 @@ class TestIntake:
         assert full.value.retry_after_s >= 1.0
         driver.add(request("high", 5, priority=3))
         assert driver.reason("low") == "error"
-        assert driver.ended["low"].finish.matched == "queue_full"
+        assert present(driver.ended["low"].finish).matched == "queue_full"
         driver.run()
         assert driver.reason("mid") == driver.reason("high") == "length"
 
@@ -181,7 +182,7 @@ class TestSteps:
         driver.add(request("r", 5, 10, ignore_eos=True, stop_token_ids=stops))
         driver.run()
         assert driver.tokens["r"] == [EOS, EOS, 77]
-        assert driver.ended["r"].finish.matched == 77
+        assert present(driver.ended["r"].finish).matched == 77
 
     def test_overlap_changes_no_token(self) -> None:
         answers = []
@@ -326,7 +327,7 @@ class TestRetraction:
         driver.scheduler.memory.allocate(driver.scheduler.statistics().free_tokens // 4)
         driver.run()
         assert driver.reason("r") == "error"
-        assert "no page left" in driver.ended["r"].finish.message
+        assert "no page left" in present(present(driver.ended["r"].finish).message)
 
     def test_a_pending_chunk_is_a_victim_before_any_row_ends(self) -> None:
         driver = Driver(config(schedule_conservativeness=0.0, chunked_prefill_size=16))
@@ -549,7 +550,9 @@ class TestEndings:
         driver.step()
         assert driver.scheduler.abort_all("shutting down") == 5
         driver.run()
-        assert {driver.ended[f"r{i}"].finish.message for i in range(5)} == {"shutting down"}
+        assert {present(driver.ended[f"r{i}"].finish).message for i in range(5)} == {
+            "shutting down"
+        }
         driver.assert_all_free()
 
     @pytest.mark.parametrize("limit", ["deadline", "waiting", "running"])
@@ -567,7 +570,7 @@ class TestEndings:
         driver.run()
         slow = "second" if limit == "waiting" else "first"
         assert driver.reason(slow) == "timeout"
-        assert "after 0.5" in driver.ended[slow].finish.message
+        assert "after 0.5" in present(present(driver.ended[slow].finish).message)
         assert driver.ended[slow].request.arrival_s + 0.52 >= 0.5
         other = "first" if slow == "second" else "second"
         assert driver.reason(other) == "length"
@@ -577,7 +580,7 @@ class TestEndings:
         driver = Driver()
         driver.add(request("r", 5, 5))
         driver.plan()
-        second = driver.plan().batch
+        second = present(driver.plan().batch)
         with pytest.raises(Exception, match="not the oldest"):
             driver.scheduler.commit(second, StepOutput([1]), 0.0)
 

@@ -9,6 +9,7 @@ from runtime.scheduling.radix_tree import Place
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.runtime.scheduling.naive_model import rows_of
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request, scripted_token
+from tests.values import present
 
 
 def names(batch: ScheduleBatch | None) -> list[str]:
@@ -33,21 +34,21 @@ class TestRetries:
         driver.add(request("a", 9, 20), request("b", 8, 20), request("c", 7, 20))
         driver.step()
         driver.add(request("d", 5, 20), request("long", 100, 20))
-        failing = driver.plan().batch
+        failing = present(driver.plan().batch)
         assert names(failing) == ["d", "long", "a", "b", "c"]
         before = dict(zip(names(failing), rows_of(failing), strict=True))
         assert driver.fail() == []
         halves = []
         for _ in range(2):
-            plan = driver.plan()
-            assert plan.batch.retry
+            batch = present(driver.plan().batch)
+            assert batch.retry
             assert driver.plan().reason == "wait_commit", "one at a time"
-            halves.append(names(plan.batch))
-            for name, row in zip(names(plan.batch), rows_of(plan.batch), strict=True):
+            halves.append(names(batch))
+            for name, row in zip(names(batch), rows_of(batch), strict=True):
                 assert row == before[name]
             driver.commit()
         assert halves == [["d", "long", "a"], ["b", "c"]]
-        following = driver.plan().batch
+        following = present(driver.plan().batch)
         assert not following.retry
         assert names(following) == ["long", "a", "b", "c", "d"]
         driver.run()
@@ -69,7 +70,7 @@ class TestRetries:
         driver.add(request("r2", 90, 30), request("bad", prompt, 30), request("r3", 40, 30))
         driver.run()
         assert driver.reason("bad") == "error"
-        assert driver.ended["bad"].finish.message == "the step failed"
+        assert present(driver.ended["bad"].finish).message == "the step failed"
         assert driver.tokens["bad"] == []
         assert_answers(driver, dict.fromkeys(["r0", "r1", "r2", "r3"], 30))
         assert driver.scheduler.counters.retractions == 0
@@ -113,7 +114,7 @@ class TestRetries:
         driver.fail()
         named = []
         for _ in range(4):
-            batch = driver.plan().batch
+            batch = present(driver.plan().batch)
             named.append(([made.request_id for made in batch.restore], batch.retry))
             driver.commit()
         assert named == [(["c"], True), (["d"], True), (["a", "b"], False), ([], False)]
@@ -157,7 +158,9 @@ class TestTakingBack:
         assert driver.reason("a") == "error"
         driver.now = 1.6
         assert [news.request.request_id for news in driver.plan().ended] == ["late"]
-        assert "Timed out (waiting) after 1.1" in driver.ended["late"].finish.message
+        assert "Timed out (waiting) after 1.1" in present(
+            present(driver.ended["late"].finish).message
+        )
 
     @pytest.mark.parametrize("kind", ["abort", "text"])
     def test_ends_that_come_between_apply(self, kind: str) -> None:
@@ -209,9 +212,9 @@ class TestWhatStaysCached:
         driver.add(request("long", list(range(304)), 1))
         while not (driver.in_flight and driver.in_flight[-1][0].num_prefill):
             driver.step()
-        ends = []
+        ends: list[int] = []
         while not ends or ends[-1] < 304:
-            batch = driver.plan().batch
+            batch = present(driver.plan().batch)
             ends.append(batch.prefix_lens[0] + batch.extend_lens[0])
             if ends[-1] < 304:
                 driver.commit()
@@ -232,7 +235,7 @@ class TestWhatStaysCached:
             config(page_size=8, capacity_tokens=800, chunked_prefill_size=128), guilty=holds("x")
         )
         driver.add(request("x", [*prefix, 1], 20), request("y", [*prefix, 2], 20))
-        batch = driver.plan().batch
+        batch = present(driver.plan().batch)
         assert batch.requests[0].pages[:3] == batch.requests[1].pages[:3]
         driver.run()
         assert driver.reason("x") == "error"
@@ -254,12 +257,12 @@ class TestWhatStaysCached:
         driver.step()
         b = driver.scheduler._life.live["b"]
         driver.add(request("c", 40, 4))
-        batch = driver.plan().batch
+        batch = present(driver.plan().batch)
         assert names(batch) == ["c"]
         assert set(batch.table_rows) == {b.row, batch.rows[0]}
         driver.fail(tables=tables)
         assert driver.reason("c") == "error"
-        assert set(driver.plan().batch.table_rows) == {b.row}
+        assert set(present(driver.plan().batch).table_rows) == {b.row}
         driver.run()
         assert_answers(driver, {"b": 50})
 
@@ -268,7 +271,7 @@ class TestWhatStaysCached:
         driver.add(request("a", 7, 30), request("b", 7, 30))
         driver.step()
         driver.step()
-        assert driver.plan(launches=False).batch.table_pages, "position 8 opens a page"
+        assert present(driver.plan(launches=False).batch).table_pages, "position 8 opens a page"
         driver.commit()
         driver.fail()
         driver.run()
@@ -288,7 +291,7 @@ class TestRowsWithoutNumbers:
             driver.step()
         driver.plan()
         driver.commit(failed=[0])
-        assert driver.ended["bad"].finish.message == "a NaN among the logits"
+        assert present(driver.ended["bad"].finish).message == "a NaN among the logits"
         driver.add(request("again", prompt, 5))
         driver.run()
         again = driver.ended["again"].request

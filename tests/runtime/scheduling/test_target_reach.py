@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -18,7 +19,7 @@ def feed(reach: TargetReach, *steps: bool) -> list[bool | None]:
     return answers
 
 
-def changes(answers: list[bool | None]) -> int:
+def changes(answers: Sequence[bool | None]) -> int:
     return sum(a is not b for a, b in itertools.pairwise(answers))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from runtime.scheduling.accounting import WAIT_REASONS
@@ -145,7 +147,13 @@ def test_every_term_has_a_name_and_a_clock() -> None:
 
 class TestDelayer:
     def ask(self, delayer: PrefillDelayer, now: float = 0.0, **changes: float) -> bool:
-        state = {"waiting": 1, "running": 16, "free_rows": 8, "kv_usage": 0.9, **changes}
+        state: dict[str, Any] = {
+            "waiting": 1,
+            "running": 16,
+            "free_rows": 8,
+            "kv_usage": 0.9,
+            **changes,
+        }
         return delayer.allow(now, **state)
 
     @pytest.fixture

@@ -16,6 +16,7 @@ from runtime.simulation.report import percentile, summarize
 from runtime.simulation.scenario import simulate
 from runtime.simulation.simulator import HostCost, SimulationResult, Simulator
 from runtime.simulation.workloads import Arrival, Workload
+from tests.values import present
 
 if TYPE_CHECKING:
     from runtime.request import RequestOutput
@@ -61,7 +62,7 @@ def test_lone_request_takes_exactly_its_steps() -> None:
     assert stats.tpot_s == pytest.approx(0.010)
     assert result.elapsed_s == pytest.approx(0.059 + 4 * 0.010)
     assert result.steps.kinds == ["prefill", "decode", "decode", "decode", "decode"]
-    assert (stats.tokens, stats.finish.reason) == (5, FinishReason.LENGTH)
+    assert (stats.tokens, present(stats.finish).reason) == (5, FinishReason.LENGTH)
 
 
 def test_device_is_never_in_two_steps_at_once_and_loses_no_time() -> None:
@@ -117,7 +118,7 @@ def test_every_request_ends_with_the_books_right(policy: str, page_size: int) ->
     ends = [r.finish.reason if r.finish else None for r in result.requests]
     assert set(ends) <= {FinishReason.STOP, FinishReason.ABORT}
     for stats, wanted in zip(result.requests, made, strict=True):
-        if stats.finish.reason is FinishReason.STOP:
+        if present(stats.finish).reason is FinishReason.STOP:
             assert stats.tokens == wanted.output_tokens
     after = result.statistics
     assert (after.running, after.waiting, after.in_flight) == (0, 0, 0)
@@ -128,7 +129,7 @@ def test_every_request_ends_with_the_books_right(policy: str, page_size: int) ->
 def test_client_that_leaves_is_aborted_at_its_time() -> None:
     result = simulate(tiny(), [arrival(0.0, 10, 1000, abort_after_s=0.5)])
     stats = result.requests[0]
-    assert stats.finish.reason is FinishReason.ABORT
+    assert present(stats.finish).reason is FinishReason.ABORT
     assert stats.last_s == pytest.approx(0.5, abs=0.03)
 
 

@@ -36,7 +36,8 @@ def streamed(served, content, **fields):
 
 def joined_calls(deltas):
     """(name, arguments) of each call in a stream, and their ids."""
-    calls, ids = {}, {}
+    calls: dict[int, tuple[str, str]] = {}
+    ids: dict[int, str] = {}
     for delta in deltas:
         for piece in delta.tool_calls or ():
             name, arguments = calls.get(piece.index, ("", ""))

@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from runtime.request import TokenLogprobs
 from runtime.rope_layout import LongPrompts
 from tests.fakes import IM_END, fake_runner, fake_server, says
+from tests.sim_runner import SimRunner
+from tests.values import present
 
 
 def texts(events):
     """Joined text of each choice of a stream, finish reasons, and the usage event's usage."""
-    joined, reasons, usage = {}, {}, None
+    joined: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    usage = None
     assert events[-1] == "[DONE]"
     for event in map(json.loads, events[:-1]):
         usage = event.get("usage") or usage
@@ -192,15 +197,16 @@ async def test_ignore_eos_goes_on_to_the_limit_but_stops_at_the_users_ids():
 
 
 async def test_best_of_returns_the_likeliest_choices():
-    class Weighted(type(fake_runner())):
+    class Weighted(SimRunner):
         """Choice i of a request gets tokens of log-probability -i."""
 
         def run(self, batch, masks):
             output = super().run(batch, masks)
+            logprobs = present(output.logprobs)
             for i, row in enumerate(batch.sampled):
                 choice = int(batch.requests[row].request_id.rpartition("-")[2])
-                entry = output.logprobs[i]
-                output.logprobs[i] = type(entry)(entry.token_id, -float((choice + 2) % 4))
+                entry = present(logprobs[i])
+                logprobs[i] = TokenLogprobs(entry.token_id, -float((choice + 2) % 4))
                 output.token_ids[i] = ord("A") + choice
             return output
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import time
 import zlib
+from typing import Any
 
 import pytest
 
@@ -171,7 +172,8 @@ async def test_a_body_that_decodes_to_more_than_the_limit_is_413():
 async def test_a_foreign_page_orders_nothing_by_requests_that_need_no_leave(kind, path, data):
     async with fake_server() as server:
         headers = FOREIGN | ({"Content-Type": kind} if kind else {})
-        url, skip = server.url + path, {} if kind else {"skip_auto_headers": ["Content-Type"]}
+        url = server.url + path
+        skip: dict[str, Any] = {} if kind else {"skip_auto_headers": ["Content-Type"]}
         async with server.client.post(url, data=data, headers=headers, **skip) as answer:
             assert answer.status == 415
             assert "application/json" in (await answer.json())["error"]["message"]

@@ -35,7 +35,7 @@ OFFICIAL = {
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_every_field_of_the_official_clients_is_known_at_any_depth(name):
     body, official = OFFICIAL[name]
-    seen = set()
+    seen: set[str] = set()
     assert sorted(set(unknown(body, official, name, seen))) == []
     assert len(seen) >= {"completions": 2}.get(name, 9), "what is inside was compared too"
 
@@ -94,7 +94,7 @@ def bodies(kind, official, listed):
     elif isinstance(kind, Tagged) and not listed:
         hint = typing_extensions.get_type_hints(official).get(kind.tag)
         for tag in literals(hint) if hint is not None else (kind.default,):
-            if tag in kind.bodies:
+            if tag is not None and tag in kind.bodies:
                 yield kind.bodies[tag]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anthropic
 import pytest
 
-from tests.server.server_kit import Served, say, sim_server
+from tests.server.server_kit import Served, error_body, say, sim_server
 
 WEATHER = {
     "name": "get_weather",
@@ -167,19 +167,19 @@ def test_wrong_fields_are_refused_in_anthropic_s_form(sim, fields, words):
     for stream in (False, True):
         with pytest.raises(anthropic.BadRequestError, match=words) as caught:
             sim.anthropic.messages.create(model=sim.model, stream=stream, **body)
-        assert caught.value.body["type"] == "error"
-        assert caught.value.body["error"]["type"] == "invalid_request_error"
+        assert error_body(caught.value)["type"] == "error"
+        assert error_body(caught.value)["error"]["type"] == "invalid_request_error"
 
 
 def test_unknown_model_and_missing_key():
     with sim_server(api_key="secret") as served:
         with pytest.raises(anthropic.AuthenticationError) as caught:
             create(served, "Hi")
-        assert caught.value.body["error"]["type"] == "authentication_error"
+        assert error_body(caught.value)["error"]["type"] == "authentication_error"
         allowed = Served(served.url, api_key="secret")
         assert create(allowed, say("yes")).content[0].text == "yes"
         allowed.model = "other"
-        with pytest.raises(anthropic.NotFoundError) as caught:
+        with pytest.raises(anthropic.NotFoundError) as missing:
             create(allowed, "Hi")
-        assert caught.value.body["error"]["type"] == "not_found_error"
+        assert error_body(missing.value)["error"]["type"] == "not_found_error"
         allowed.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -36,7 +37,7 @@ async def test_generate_gives_text_ids_and_figures():
 
 async def test_generate_takes_ids_lists_and_logprobs():
     async with fake_server() as server:
-        body = {
+        body: dict[str, Any] = {
             "input_ids": [[1, 2, 3], [4, 5]],
             "sampling_params": {"max_new_tokens": 4},
             "return_logprob": True,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import openai
 import pytest
+from openai.types import CompletionUsage
 
 from tests.fakes import fake_runner, fake_server, says
+from tests.values import present
 
 
 def client_of(server, key="unused") -> openai.AsyncOpenAI:
@@ -23,7 +25,8 @@ async def test_client_streams_chat_with_usage():
             stream=True,
             stream_options={"include_usage": True},
         )
-        text, reasons, usage = "", [], None
+        text, reasons = "", []
+        usage: CompletionUsage | None = None
         async for chunk in stream:
             usage = chunk.usage or usage
             for choice in chunk.choices:
@@ -31,7 +34,7 @@ async def test_client_streams_chat_with_usage():
                 reasons += [choice.finish_reason] if choice.finish_reason else []
         assert text == "Hello, 世界!"
         assert reasons == ["stop"]
-        assert usage.completion_tokens == len("Hello, 世界!".encode()) + 1
+        assert present(usage).completion_tokens == len("Hello, 世界!".encode()) + 1
 
 
 async def test_client_streams_completions():
@@ -42,7 +45,7 @@ async def test_client_streams_completions():
         streamed = "".join([c.text async for chunk in stream for c in chunk.choices])
         whole = await client.completions.create(model="fake", prompt="abc", max_tokens=9)
         assert streamed == whole.choices[0].text
-        assert whole.usage.total_tokens == 12
+        assert present(whole.usage).total_tokens == 12
 
 
 async def test_client_reads_logprobs_and_choices():
@@ -57,7 +60,8 @@ async def test_client_reads_logprobs_and_choices():
         )
         assert len(answer.choices) == 2
         for choice in answer.choices:
-            assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [4] * 5
+            entries = present(present(choice.logprobs).content)
+            assert [len(entry.top_logprobs) for entry in entries] == [4] * 5
 
 
 async def test_client_lists_and_retrieves_the_model():

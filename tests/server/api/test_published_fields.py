@@ -7,6 +7,7 @@ inside and just outside of what it may be.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ POSTS = [route for route in ROUTES if route.request is not None]
 SMALL = {"max_tokens": 1}
 USER = [{"role": "user", "content": "x"}]
 # A body that is served, for each route.
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": USER, **SMALL},
     "/v1/completions": {"prompt": "x", **SMALL},
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
@@ -36,7 +37,7 @@ TOOL = {
 }
 GRAMMAR = 'start: "a"'
 # What some fields need beside them; None takes a field out.
-BESIDE = {
+BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "continue_final_message": {"messages": [*USER, {"role": "assistant", "content": "a"}]},
     "input_ids": {"text": None},
@@ -160,7 +161,9 @@ def with_field(path, name, value, inside=None):
 def read_fields(published, path):
     """(object, name, schema) of the fields that are read, at the top and in sampling_params."""
     properties = published.body(path)["properties"]
-    found = [(None, name, schema) for name, schema in properties.items()]
+    found: list[tuple[str | None, str, Any]] = [
+        (None, name, schema) for name, schema in properties.items()
+    ]
     if path == "/generate":
         inner = published.whole(published.arms(properties["sampling_params"])[0])["properties"]
         found += [("sampling_params", name, schema) for name, schema in inner.items()]

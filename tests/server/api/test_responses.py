@@ -90,7 +90,7 @@ def test_calls_streamed_and_whole(sim):
     assert [item.type for item in response.output] == ["function_call"] * 2
     assert [json.loads(item.arguments)["city"] for item in response.output] == ["Paris", "Rome"]
     assert len({item.call_id for item in response.output}) == 2
-    arguments = {}
+    arguments: dict[int, str] = {}
     for event in create(sim, text, tools=[WEATHER], stream=True):
         if event.type == "response.function_call_arguments.delta":
             arguments[event.output_index] = arguments.get(event.output_index, "") + event.delta

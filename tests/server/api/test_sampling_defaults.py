@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ DEFAULTS = SamplingDefaults(
 )
 USER = [{"role": "user", "content": "x"}]
 # Each route with its smallest body, and the name of its bound on new tokens.
-ROUTES = {
+ROUTES: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/chat/completions": ({"messages": USER}, "max_tokens"),
     "/v1/completions": ({"prompt": "x"}, "max_tokens"),
     "/v1/responses": ({"input": "x"}, "max_output_tokens"),

@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.server.server_kit import say, sim_server
+from tests.server.server_kit import error_body, say, sim_server
 from tests.sim_runner import SimRunner
 
 TEXT = "0123456789" * 4
@@ -35,7 +35,7 @@ def failing():
 def test_whole_answers_are_a_500_of_their_protocol(failing):
     with pytest.raises(openai.InternalServerError, match="not finite") as caught:
         failing.chat(say(TEXT) + "FAIL")
-    assert caught.value.body["type"] == "server_error"
+    assert error_body(caught.value)["type"] == "server_error"
     with pytest.raises(openai.InternalServerError):
         failing.openai.completions.create(model=failing.model, prompt=say(TEXT) + "FAIL")
     with pytest.raises(openai.InternalServerError):
@@ -45,7 +45,7 @@ def test_whole_answers_are_a_500_of_their_protocol(failing):
             model=failing.model, max_tokens=50,
             messages=[{"role": "user", "content": say(TEXT) + "FAIL"}],
         )  # fmt: skip
-    assert refused.value.body["error"]["type"] == "api_error"
+    assert error_body(refused.value)["error"]["type"] == "api_error"
 
 
 def test_chat_stream_ends_with_one_error_event_and_others_go_on(failing):
@@ -83,4 +83,4 @@ def test_messages_stream_raises_in_the_client(failing):
         ) as stream,
     ):  # fmt: skip
         list(stream)
-    assert caught.value.body["error"]["type"] == "api_error"
+    assert error_body(caught.value)["error"]["type"] == "api_error"

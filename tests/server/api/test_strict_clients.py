@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anthropic
 import openai
 import pytest
@@ -17,7 +19,11 @@ TEXT, THOUGHT, CALLED = say("Hello"), say("<think>hm</think>Yes"), say(CALL)
 @pytest.fixture(scope="module")
 def strict(thinker):
     """Both clients of a model that reasons and calls tools."""
-    ours = {"api_key": "none", "max_retries": 0, "_strict_response_validation": True}
+    ours: dict[str, Any] = {
+        "api_key": "none",
+        "max_retries": 0,
+        "_strict_response_validation": True,
+    }
     with (
         openai.OpenAI(base_url=thinker.url + "/v1", **ours) as of_openai,
         anthropic.Anthropic(base_url=thinker.url, **ours) as of_anthropic,

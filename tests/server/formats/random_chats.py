@@ -132,7 +132,7 @@ class Draw:
     def turn(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What the assistant does after a question."""
         before = self.calls(tools) if self.rng.random() < 0.4 else []
-        said = {"role": "assistant", "content": self.text()}
+        said: dict[str, Any] = {"role": "assistant", "content": self.text()}
         if self.rng.random() < 0.3:
             said["tool_calls"] = []
         if self.rng.random() < 0.3:
@@ -347,8 +347,9 @@ def templates_of_packages() -> dict[str, dict[str, str]]:
         if "{%" not in code:
             continue
         for node in ast.walk(ast.parse(code)):
-            text = node.value if isinstance(node, ast.Constant) else None
-            if isinstance(text, str) and "{%" in text and "messages" in text:
+            if not isinstance(node, ast.Constant) or not isinstance(text := node.value, str):
+                continue
+            if "{%" in text and "messages" in text:
                 found[f"transformers/{path.parent.name}/{node.lineno}"] = {"default": text}
     return found
 

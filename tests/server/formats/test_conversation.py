@@ -8,12 +8,14 @@ import json
 import pytest
 
 from server.formats.conversation import fit, parse_messages
+from server.formats.events import CallArguments, CallStart
 from server.formats.template_traits import TemplateTraits
 from server.formats.tools import TOOL_FAMILIES, parse_tools
 from server.text.chat_template import ChatTemplate
 from tests.server.formats.random_chats import own_templates
+from tests.values import present
 
-TOOLS = parse_tools([{"type": "function", "function": {"name": "f"}}]).tools
+TOOLS = present(parse_tools([{"type": "function", "function": {"name": "f"}}])).tools
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 BARE_CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -98,11 +100,14 @@ def test_calls_in_words_are_written_as_the_model_writes_them(family, text):
     said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     [_, told], _ = fitted([USER, said], family=family, calls=False)
     assert told == {"role": "assistant", "content": text}
-    request = parse_tools([{"type": "function", "function": {"name": "f"}}])
+    request = present(parse_tools([{"type": "function", "function": {"name": "f"}}]))
     parser = TOOL_FAMILIES[family].read(request)
-    start, *arguments = [*parser.feed(text), *parser.finish()]
+    start, *rest = [*parser.feed(text), *parser.finish()]
+    assert isinstance(start, CallStart)
     assert start.name == "f"
-    assert json.loads("".join(piece.text for piece in arguments)) == {"a": 1}
+    pieces = [event.text for event in rest if isinstance(event, CallArguments)]
+    assert len(pieces) == len(rest)
+    assert json.loads("".join(pieces)) == {"a": 1}
 
 
 def test_tools_go_into_a_field_of_the_system_message():

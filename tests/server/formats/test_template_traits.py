@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.server.server_kit import CHATML_TOOLS
 
 NATIVE = {"tools_in": "variable", "calls": True, "results": True}
 # What differs from a template that knows no more than texts and roles.
-TRAITS = {
+TRAITS: dict[str, dict[str, Any]] = {
     "llama3": {**NATIVE, "one_call": True},
     "qwen2_5": NATIVE,
     "qwen3": NATIVE,

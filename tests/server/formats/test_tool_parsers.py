@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,8 @@ def parse(parser_class, pieces):
     numbers = itertools.count()
     parser = parser_class(KNOWN, lambda: f"id{next(numbers)}")
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
-    content, calls = "", []
+    content = ""
+    calls: list[Any] = []
     for event in events:
         match event:
             case Text(text):

@@ -24,8 +24,8 @@ class FaultyRunner(SimRunner):
         super().__init__(vocab_size=VOCAB_SIZE, **options)
         self.fails = fails
         self.failures = 0
-        self._newest = {}
-        self._counts = {}
+        self._newest: dict[int, int] = {}
+        self._counts: dict[int, Counter[int]] = {}
 
     def launch(self, batch):
         self._maybe_fail(batch, "launch")

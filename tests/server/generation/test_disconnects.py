@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from typing import Any
 
 import pytest
 from aiohttp import ClientConnectionError, ClientSession, TCPConnector
@@ -15,7 +16,10 @@ from tests.fakes import fake_runner, fake_server, live
 async def use_and_leave(client: ClientSession, url: str, rng: random.Random) -> str:
     """One request of random shape; leaves at a random moment or stays. "left" or "done"."""
     size, limit = rng.choice([1, 20, 150, 700]), rng.randint(1, 60)
-    body = {"prompt": [rng.randrange(200) for _ in range(size)], "max_tokens": limit}
+    body: dict[str, Any] = {
+        "prompt": [rng.randrange(200) for _ in range(size)],
+        "max_tokens": limit,
+    }
     body |= {"stream": rng.random() < 0.7, "n": rng.choice([1, 1, 1, 2]), "ignore_eos": True}
     leaves = rng.random() < 0.5
     after = rng.randint(0, limit)

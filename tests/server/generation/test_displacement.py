@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.fakes import fake_runner, fake_server
 # One runs, so many wait; nobody is put back from running for a higher priority.
 FULL = {"max_running_requests": 1, "max_queued_requests": 2, "disable_priority_preemption": True}
 MESSAGES = [{"role": "user", "content": "hello"}]
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 9},
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 9},
     "/v1/responses": {"input": "hello", "max_output_tokens": 16},

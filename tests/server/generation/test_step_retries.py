@@ -15,6 +15,7 @@ from server.generation.output import OutputRules
 from tests.fakes import deltas_of, fake_server, make_fake_service
 from tests.server.generation.faulty_runner import PARTS, FaultyRunner
 from tests.server.generation.grammars import Scripted
+from tests.values import present
 
 GUILTY = 100  # the first token of its prompt
 LOOPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
@@ -66,7 +67,7 @@ async def read(stream):
     async for delta in deltas_of(stream):
         ids += delta.token_ids
         if delta.finish is not None and delta.finish.reason is FinishReason.ERROR:
-            raise GenerationFailed(delta.finish.message)
+            raise GenerationFailed(present(delta.finish.message))
     return ids
 
 
@@ -184,7 +185,11 @@ async def test_who_leaves_while_a_step_is_taken_back_is_gone(undisturbed):
         engine = service.engine
         streams = {r.request_id: engine.submit([r], OutputRules()) for r in requests()}
         loop = asyncio.get_running_loop()
-        runner.probe = lambda: loop.call_soon_threadsafe(engine.abort, streams["other"])
+
+        def probe() -> None:
+            loop.call_soon_threadsafe(engine.abort, streams["other"])
+
+        runner.probe = probe
         found = await asyncio.gather(*map(read, streams.values()), return_exceptions=True)
         await server.wait_idle()
     by_name = dict(zip(streams, found, strict=True))

@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -28,6 +29,7 @@ from server.grammars.output_rules import source_of
 from tests.fakes import IM_END as EOS
 from tests.fakes import IM_START, byte_tokenizer
 from tests.server.server_kit import MARKER
+from tests.values import present
 
 SCHEMAS = json.loads((Path(__file__).parent / "json_schemas.json").read_text(encoding="utf-8"))
 TOKENIZER = byte_tokenizer(more=(MARKER,))
@@ -72,7 +74,7 @@ def allowed(matcher):
 
 def walk(matcher, rng, most=400):
     """A text that the masks allow, or None where it did not end by itself in so many tokens."""
-    ids = []
+    ids: list[int] = []
     for _ in range(most):
         options = allowed(matcher)
         assert matcher.failed is None
@@ -224,7 +226,7 @@ async def test_vocabulary_larger_than_the_model_s(compiler):
 async def test_fields(compiler, body, yes, no):
     limits = ApiLimits(model="m", vocab_size=TOKENIZER.vocab_size, context_length=100)
     rules = read_value(GrammarFields, body, limits).rules()
-    grammar = await compiled(compiler, *source_of(rules, SPECIAL))
+    grammar = await compiled(compiler, *present(source_of(rules, SPECIAL)))
     for text in yes:
         matcher = grammar.matcher()
         assert follow(matcher, text), text
@@ -262,7 +264,7 @@ async def test_schema_that_is_wrong_or_cannot_be_enforced(compiler, schema, word
 
 
 async def test_schema_nested_too_deeply(compiler):
-    schema = {"type": "integer"}
+    schema: dict[str, Any] = {"type": "integer"}
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
     with pytest.raises(InvalidRequest, match="levels deep"):
@@ -312,7 +314,7 @@ async def test_text_before_the_grammar(compiler):
         assert not follow(grammar.matcher(), f"I think so. {end}no")
 
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get_weather", "parameters": {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer"},
@@ -325,7 +327,7 @@ TOOLS = [
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
 async def test_required_calls_are_read_back_and_follow_their_schemas(compiler, family):
-    request = parse_tools(TOOLS, "required")
+    request = present(parse_tools(TOOLS, "required"))
     source = answer_source(request, TOOL_FAMILIES[family], None, SPECIAL)
     texts = await walks(compiler, source, 25)
     assert len(texts) > 10
@@ -347,7 +349,7 @@ async def test_required_calls_are_read_back_and_follow_their_schemas(compiler, f
 
 
 async def test_one_call_at_most_without_parallel_calls(compiler):
-    request = parse_tools(TOOLS, "required", parallel=False)
+    request = present(parse_tools(TOOLS, "required", parallel=False))
     source = answer_source(request, TOOL_FAMILIES["hermes"], None, SPECIAL)
     grammar = await compiled(compiler, source, "x")
     matcher = grammar.matcher()
@@ -357,18 +359,18 @@ async def test_one_call_at_most_without_parallel_calls(compiler):
 
 async def test_strict_tools_are_enforced_where_a_call_is_free(compiler):
     tool = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
-    source = answer_source(parse_tools([tool]), TOOL_FAMILIES["hermes"], None, SPECIAL)
+    source = answer_source(present(parse_tools([tool])), TOOL_FAMILIES["hermes"], None, SPECIAL)
     grammar = await compiled(compiler, source, "x")
     begin = '<tool_call>\n{"name": "get_weather", "arguments": {'
     assert follow(grammar.matcher(), "Just text.")
     assert follow(grammar.matcher(), "First: " + begin + '"days": 3}}\n</tool_call>')
     assert not follow(grammar.matcher(), begin + '"nights": 3')
-    assert answer_source(parse_tools(TOOLS), TOOL_FAMILIES["hermes"], None, {}) is None
+    assert answer_source(present(parse_tools(TOOLS)), TOOL_FAMILIES["hermes"], None, {}) is None
 
 
 async def test_tools_beside_a_response_format(compiler):
     body = sources.choice(["plain"], "x")
-    source = answer_source(parse_tools(TOOLS), TOOL_FAMILIES["hermes"], body, SPECIAL)
+    source = answer_source(present(parse_tools(TOOLS)), TOOL_FAMILIES["hermes"], body, SPECIAL)
     grammar = await compiled(compiler, source, "x")
     assert follow(grammar.matcher(), "plain")
     assert follow(grammar.matcher(), '<tool_call>\n{"name": "now", "arguments": {}}')

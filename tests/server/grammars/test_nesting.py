@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def chained_schema(count):
 
 
 def in_arrays(count):
-    schema = {"type": "integer"}
+    schema: dict[str, Any] = {"type": "integer"}
     for _ in range(count):
         schema = {"type": "array", "items": schema}
     return schema

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from runtime.errors import InvalidRequest, ModelError
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from tests.fakes import CHATML, byte_tokenizer, fake_server
+from tests.values import present
 
 COUNT = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "1 2 3"}]
 
@@ -191,7 +193,7 @@ def test_a_file_given_as_an_option_replaces_the_models_template(folder, tmp_path
     mine = tmp_path / "mine.jinja"
     mine.write_text("mine {{ eos_token }}")
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
-    template = Tokenizer.load(folder, mine).chat_template
+    template = present(Tokenizer.load(folder, mine).chat_template)
     assert template.render(COUNT) == "mine <|im_end|>"
     with pytest.raises(ModelError, match=r"no\.jinja"):
         Tokenizer.load(folder, tmp_path / "no.jinja")
@@ -221,7 +223,7 @@ def test_a_conversation_is_tokenized_as_it_is_rendered():
 
 async def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():
     async with fake_server(context_length=64) as server:
-        server.service.tokenizer.backend = None  # a call would be a 500
+        server.service.tokenizer.backend = Mock(side_effect=AssertionError)  # a call would be a 500
         status, body = await server.post("/v1/completions", {"prompt": "x" * 100_000})
         assert status == 400
         assert body["error"]["code"] == "context_length_exceeded"

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from server.text.tokenizer import Tokenizer
 from tests.fakes import IM_END, fake_runner, fake_server, make_fake_service
+from tests.values import present
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁", "▁the", "▁river", "s", "ing", "▁世界", "界", "é", "▁.", ",", "▁▁", "🙂"]
@@ -128,7 +129,7 @@ def test_a_character_cut_by_a_limit_is_left_out(make):
     """Every prefix of a text's tokens gives the whole characters that its bytes spell."""
     tokenizer = Tokenizer(make())
     text = "é🙂界a🙂🙂é"
-    ids = [tokenizer.backend.token_to_id(name) for c in text for name in names(make, c)]
+    ids = [present(tokenizer.backend.token_to_id(name)) for c in text for name in names(make, c)]
     for end in range(len(ids) + 1):
         state = tokenizer.detokenizer()
         shown = "".join([*map(state.feed, ids[:end]), state.flush(cut=True)])
@@ -147,7 +148,7 @@ def names(make, character: str) -> list[str]:
 def test_bytes_that_can_never_become_a_character_show_after_a_cut_too(make):
     tokenizer = Tokenizer(make())
     state = tokenizer.detokenizer()
-    broken = [tokenizer.backend.token_to_id(name) for name in names(make, "🙂")[1:3]]
+    broken = [present(tokenizer.backend.token_to_id(name)) for name in names(make, "🙂")[1:3]]
     shown = "".join([*map(state.feed, broken), state.flush(cut=True)])
     assert shown == "\ufffd\ufffd" == tokenizer.backend.decode(broken)
 
@@ -162,8 +163,8 @@ async def test_an_answer_cut_by_its_limit_ends_with_a_whole_character():
                 found = await server.complete(max_tokens=limit, temperature=0, **body)
                 assert found["choices"][0]["text"] == wanted
                 assert found["choices"][0]["finish_reason"] == "length"
-            body = {"prompt": "hello", "max_tokens": limit}
-            events = [json.loads(e) for e in (await server.events("/v1/completions", body))[:-1]]
+            asked = {"prompt": "hello", "max_tokens": limit}
+            events = [json.loads(e) for e in (await server.events("/v1/completions", asked))[:-1]]
             assert "".join(event["choices"][0]["text"] for event in events) == wanted
 
 
