@@ -108,18 +108,14 @@ def _configuration(given: dict[str, Any], unknown: Sequence[str]) -> ServerConfi
     values = read_config_file(Path(path)) if path else {}
     values |= read_environment(os.environ)
     values |= {name: OPTIONS[name].read(value) for name, value in given.items()}
-    return _assemble(values)
+    return make_config(values)
 
 
-def make_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> ServerConfig:
-    """A configuration from option values by field name, the environment's behind them.
+def make_config(values: Mapping[str, Any]) -> ServerConfig:
+    """A configuration from option values by field name.
 
     Raises: ConfigError: a value of the wrong type, or outside what is allowed.
     """
-    return _assemble({**read_environment(environ), **values})
-
-
-def _assemble(values: Mapping[str, Any]) -> ServerConfig:
     runner, scheduler, server = (
         {item.name: values[item.name] for item in options_of(record) if item.name in values}
         for record in (RunnerConfig, SchedulerOptions, ServerConfig)

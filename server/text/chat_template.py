@@ -99,11 +99,6 @@ class ChatTemplate:
             return "tool_use"
         return "default" if "default" in self.sources else next(iter(self.sources))
 
-    @property
-    def source(self) -> str:
-        """The text of the template that is used without tools."""
-        return self.sources[self.name(tools=False)]
-
     def variables(self, *, tools: bool) -> frozenset[str]:
         """The variables that a template expects from its caller."""
         source = self.sources[self.name(tools=tools)]

@@ -108,7 +108,7 @@ def test_an_allowed_value_is_the_same_from_everywhere(tmp_path, monkeypatch, nam
     path = tmp_path / "options.json"
     for value in allowed_values(item):
         others = COMPANIONS.get(name, {})
-        expected = make_config({name: value, **others}, {})
+        expected = make_config({name: value, **others})
         beside = [word for key, v in others.items() for word in words_of(OPTIONS[key], v)]
         assert parse_args([*words_of(item, value), *beside]) == expected
         path.write_text(json.dumps({name: value, **others}))
@@ -269,8 +269,8 @@ def test_several_names_of_the_model(tmp_path):
 
 def test_the_cache_variable_is_used_where_the_option_is_not_given(tmp_path):
     environ = {"LOOMSERVE_CACHE": str(tmp_path)}
-    assert make_config({}, environ).runner.cache_dir == str(tmp_path)
-    assert make_config({"cache_dir": "/x"}, environ).runner.cache_dir == "/x"
+    assert make_config(read_environment(environ)).runner.cache_dir == str(tmp_path)
+    assert make_config({**read_environment(environ), "cache_dir": "/x"}).runner.cache_dir == "/x"
 
 
 def test_what_kubernetes_sets_for_a_service_of_this_name_is_no_port():
@@ -278,7 +278,7 @@ def test_what_kubernetes_sets_for_a_service_of_this_name_is_no_port():
 
 
 def test_a_key_is_told_to_nobody():
-    config = make_config({"page_size": 32}, {"LOOMSERVE_API_KEY": "sesame"})
+    config = make_config({"page_size": 32, "api_key": "sesame"})
     assert config.api_key == "sesame"
     shown = public_options(config)
     assert "sesame" not in json.dumps(shown)

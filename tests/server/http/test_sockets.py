@@ -81,7 +81,7 @@ def test_an_ipv6_address_is_bracketed():
 
 async def test_tls_serves_with_the_given_files(certificate):
     cert, key = certificate
-    config = make_config({"ssl_certfile": str(cert), "ssl_keyfile": str(key)}, {})
+    config = make_config({"ssl_certfile": str(cert), "ssl_keyfile": str(key)})
     async with asyncio.timeout(30), fake_server(tls=tls_context(config)) as server:
         trust = ssl.create_default_context(cafile=str(cert))
         assert server.url.startswith("https://")
@@ -96,6 +96,6 @@ async def test_tls_serves_with_the_given_files(certificate):
 
 def test_a_certificate_that_cannot_be_read_is_named(tmp_path):
     missing = str(tmp_path / "none.pem")
-    config = make_config({"ssl_certfile": missing, "ssl_keyfile": missing}, {})
+    config = make_config({"ssl_certfile": missing, "ssl_keyfile": missing})
     with pytest.raises(ConfigError, match=r"none\.pem"):
         tls_context(config)
