@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
     from server.generation.metrics import Metrics
-    from server.generation.output import OutputRules
+    from server.generation.output import ChoiceRules
     from server.text.tokenizer import Tokenizer
 
 log = logging.getLogger("loomserve.engine")
@@ -107,7 +107,7 @@ class Engine:
         if self._task is not None:
             await self._task
 
-    def submit(self, requests: list[Request], rules: OutputRules) -> RequestStream:
+    def submit(self, requests: list[Request], rules: ChoiceRules) -> RequestStream:
         """Queues requests that one client waits for together: all of them, or none.
 
         Raises: InvalidRequest, ContextTooLong, QueueFull, EngineDead; then none is queued.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import GenerationFailed, InvalidRequest, QueueFull
 from runtime.request import FinishReason, Request
 from server.generation.bad_words import BadWords
-from server.generation.output import OutputRules
+from server.generation.output import ChoiceRules
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -184,7 +184,7 @@ class Generator:
         for ids in prompts:
             if not ids:
                 raise InvalidRequest("prompt: is empty; it must have at least one token")
-        rules = OutputRules(
+        rules = ChoiceRules(
             stops=params.stops,
             include_stop=params.include_stop,
             bad_words=self._bad_words(params.bad_words) if params.bad_words else None,

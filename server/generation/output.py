@@ -142,7 +142,7 @@ class Matcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputRules:
+class ChoiceRules:
     """What rules the output of a request's choices beside the sampler.
 
     Args:
@@ -188,7 +188,7 @@ class ChoiceOutput:
     )
 
     def __init__(
-        self, index: int, stream: RequestStream, rules: OutputRules, tokenizer: Tokenizer
+        self, index: int, stream: RequestStream, rules: ChoiceRules, tokenizer: Tokenizer
     ) -> None:
         request = stream.requests[index]
         self.request = request

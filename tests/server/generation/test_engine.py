@@ -10,7 +10,7 @@ import pytest
 
 from runtime.errors import EngineDead
 from runtime.request import SamplingParams
-from server.generation.output import OutputRules
+from server.generation.output import ChoiceRules
 from server.generation.params import GenerationParams
 from tests.fakes import VOCAB_SIZE, counts, fake_runner, fake_server, live, says
 from tests.sim_runner import SimRunner
@@ -145,7 +145,7 @@ async def test_a_dead_engine_answers_503_everywhere_at_once():
         assert (await server.get("/health"))[0] == 503
         assert (await server.get("/health_generate"))[0] == 503
         with pytest.raises(EngineDead):
-            server.service.engine.submit([], OutputRules())
+            server.service.engine.submit([], ChoiceRules())
 
 
 @pytest.mark.parametrize("disable_overlap", [False, True], ids=["overlap", "no-overlap"])

@@ -11,7 +11,7 @@ import pytest
 from runtime.errors import EngineDead, GenerationFailed
 from runtime.request import Request, SamplingParams
 from server.generation import metrics, output
-from server.generation.output import OutputRules
+from server.generation.output import ChoiceRules
 from tests.fakes import deltas_of, fake_runner, fake_server, live, make_fake_service
 from tests.server.generation.grammars import Scripted
 
@@ -37,9 +37,9 @@ async def test_a_grammar_that_raises_ends_its_request(where, disable_overlap):
     async with fake_server(disable_overlap=disable_overlap) as server:
         engine = server.service.engine
         grammar = Scripted(**{where: broken})
-        faulty = engine.submit([request_of([1], grammar)], OutputRules())
-        good = engine.submit([request_of([2])], OutputRules())
-        constrained = engine.submit([request_of([3], Scripted())], OutputRules())
+        faulty = engine.submit([request_of([1], grammar)], ChoiceRules())
+        good = engine.submit([request_of([2])], ChoiceRules())
+        constrained = engine.submit([request_of([3], Scripted())], ChoiceRules())
         with pytest.raises(GenerationFailed) as told:
             await read(faulty)
         assert SECRET not in str(told.value)
@@ -58,7 +58,7 @@ async def test_a_grammar_that_meets_a_limit_ends_its_request_with_the_reason(whe
 
     async with fake_server() as server:
         stream = server.service.engine.submit(
-            [request_of([1], Scripted(**{when: fail}))], OutputRules()
+            [request_of([1], Scripted(**{when: fail}))], ChoiceRules()
         )
         with pytest.raises(GenerationFailed, match="more states than are allowed"):
             await read(stream)
@@ -122,7 +122,7 @@ async def test_leaving_and_stopping_get_over_text_that_cannot_be_ended(monkeypat
     monkeypatch.setattr(output.ChoiceOutput, "close", broken)
     async with fake_server() as server:
         engine = server.service.engine
-        stream = engine.submit([request_of([1], tokens=500)], OutputRules())
+        stream = engine.submit([request_of([1], tokens=500)], ChoiceRules())
         await stream.take()
         engine.abort(stream)
         await server.wait_idle()
@@ -149,7 +149,7 @@ async def test_nothing_is_taken_after_the_stop():
     await asyncio.sleep(0)
     await engine.stop()
     with pytest.raises(EngineDead, match="stopping"):
-        engine.submit([request_of([1])], OutputRules())
+        engine.submit([request_of([1])], ChoiceRules())
     assert not engine.scheduler.has_unfinished
 
 
@@ -157,7 +157,7 @@ async def test_a_request_that_cannot_be_followed_is_not_queued(monkeypatch):
     service = make_fake_service()
     monkeypatch.setattr(service.tokenizer, "detokenizer", broken)
     with pytest.raises(ZeroDivisionError):
-        service.engine.submit([request_of([1])], OutputRules())
+        service.engine.submit([request_of([1])], ChoiceRules())
     assert not service.engine.scheduler.has_unfinished
     assert live(service) == 0
     service.tokenizer.close()

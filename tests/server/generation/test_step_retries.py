@@ -11,7 +11,7 @@ import pytest
 from runtime.errors import EngineDead, GenerationFailed
 from runtime.request import FinishReason, Request, SamplingParams
 from server.generation.bad_words import BadWords
-from server.generation.output import OutputRules
+from server.generation.output import ChoiceRules
 from tests.fakes import deltas_of, fake_server, make_fake_service
 from tests.server.generation.faulty_runner import PARTS, FaultyRunner
 from tests.server.generation.grammars import Scripted
@@ -78,7 +78,7 @@ async def generate(fails, *, overlap=True, mixed=True):
     service = make_fake_service(runner, scheduler=options, disable_overlap=not overlap)
     async with fake_server(service) as server:
         engine = service.engine
-        rules = OutputRules(bad_words=BadWords([(3,), (5, 6)]))
+        rules = ChoiceRules(bad_words=BadWords([(3,), (5, 6)]))
         asked = requests()
         streams = [engine.submit([request], rules) for request in asked]
         found = await asyncio.gather(*map(read, streams), return_exceptions=True)
@@ -165,7 +165,7 @@ async def test_a_device_that_is_gone_ends_the_engine_and_is_said(overlap):
     runner = Gone(guilty_at("result", "later-token"))
     async with fake_server(make_fake_service(runner, disable_overlap=not overlap)) as server:
         engine = server.service.engine
-        streams = [engine.submit([request], OutputRules()) for request in requests()]
+        streams = [engine.submit([request], ChoiceRules()) for request in requests()]
         found = await asyncio.gather(*map(read, streams), return_exceptions=True)
         assert all(isinstance(error, EngineDead) for error in found), found
         assert runner.probes == 1, "there is no retry"
@@ -183,7 +183,7 @@ async def test_who_leaves_while_a_step_is_taken_back_is_gone(undisturbed):
     service = make_fake_service(runner := FaultyRunner(guilty_at("sample", "later-token")))
     async with fake_server(service) as server:
         engine = service.engine
-        streams = {r.request_id: engine.submit([r], OutputRules()) for r in requests()}
+        streams = {r.request_id: engine.submit([r], ChoiceRules()) for r in requests()}
         loop = asyncio.get_running_loop()
 
         def probe() -> None:

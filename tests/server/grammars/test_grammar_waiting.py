@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runtime.errors import EngineDead
-from server.generation.output import OutputRules
+from server.generation.output import ChoiceRules
 from server.grammars import compiler as compiler_module
 from tests.fakes import fake_server, live
 
@@ -228,7 +228,7 @@ async def test_the_server_stops_while_a_grammar_is_compiled(gate):
         status, body = await tasks[0]
         assert (status, body["error"]["code"]) == (503, "engine_dead")
         with pytest.raises(EngineDead):
-            server.service.engine.submit([], OutputRules())
+            server.service.engine.submit([], ChoiceRules())
         gate.open()
 
 
