@@ -115,7 +115,7 @@ def test_a_request_that_will_never_be_whole_is_not_waited_for(run, part):
 @contextlib.asynccontextmanager
 async def tls_server(certificate, **options):
     cert, key = map(str, certificate)
-    tls = tls_context(make_config({"ssl_certfile": cert, "ssl_keyfile": key}, {}))
+    tls = tls_context(make_config({"ssl_certfile": cert, "ssl_keyfile": key}))
     async with fake_server(tls=tls, **options) as server:
         yield server, ssl.create_default_context(cafile=cert)
 
