@@ -19,12 +19,14 @@ from server.api import (
     chat,
     completions,
     docs,
+    fleet,
     generate,
     messages,
     models,
     responses,
     tokens,
 )
+from server.api.fleet import LOAD_FORMAT_HEADER, LOAD_HEADER, load_header
 from server.api.incoming import IGNORED, IGNORED_HEADER
 from server.api.messages_answer import anthropic_error
 from server.http.errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
@@ -45,9 +47,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("loomserve.http")
 access = logging.getLogger("loomserve.access")
 
-PROTOCOLS = (chat, completions, responses, messages, generate, models, tokens, admin, docs)
+PROTOCOLS = (chat, completions, responses, messages, generate, models, tokens, fleet, admin, docs)
 # Probes and scrapers carry no key, and must be answered while the server drains.
-OPEN_PATHS = ("/health", "/metrics")
+OPEN_PATHS = ("/health", "/ready", "/metrics")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CORS_HEADERS = {
     "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
@@ -222,11 +224,17 @@ def _allowed_origin(origin: str, allowed: str) -> str | None:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Headers of every answer, streams included: the request's id, and CORS where it is on."""
+    """Headers of every answer, streams included: the request's id, the load where it was asked for,
+    and CORS where it is on."""
     request.app[SERVICE].connections.answering(request.transport)
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     if IGNORED in request:
         response.headers[IGNORED_HEADER] = request[IGNORED]
+    load_format = request.headers.get(LOAD_FORMAT_HEADER)
+    if load_format is not None:
+        load = load_header(request.app[SERVICE].engine.load(), load_format)
+        if load is not None:
+            response.headers[LOAD_HEADER] = load
     origin = request.headers.get("Origin")
     if origin is None:
         return

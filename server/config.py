@@ -31,6 +31,9 @@ class ServerConfig:
         metavar="NAME",
         otherwise="its folder's",
     )
+    weight_version: str = option(
+        "default", "what /model_info calls the weights, for who rolls out new ones", metavar="NAME"
+    )
     log_level: str = option("info", "least severe messages shown", choices=LOG_LEVELS)
     disable_overlap: bool = option(False, "read each step's result before the next step is planned")
     record: str | None = option(

@@ -17,6 +17,7 @@ from server.http.sockets import forget_path, listen, listen_on_path
 from server.loading import load
 from server.service import make_service
 from server.serving import serve
+from server.startup import answering_probes
 
 if TYPE_CHECKING:
     from server.config import ServerConfig
@@ -31,8 +32,9 @@ def run(config: ServerConfig) -> int:
     try:
         sockets = listen_on_path(config.uds) if config.uds else listen(config.host, config.port)
         context = tls_context(config)
-        service = make_service(config, load(config))
-        service.model_format.prepare()
+        with answering_probes(sockets, context):
+            service = make_service(config, load(config))
+            service.model_format.prepare()
     except LoomserveError as error:
         print(f"loomserve: {error}", file=sys.stderr)
         return 2

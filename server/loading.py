@@ -15,7 +15,7 @@ from runtime.scheduling.step_time_model import measure_steps
 from runtime.sizing import describe_chunks, size_scheduler
 from server.console import progress
 from server.generation.params import SamplingDefaults
-from server.service import Parts
+from server.service import ModelSource, Parts
 from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def load(config: ServerConfig) -> Parts:
         tokenizer,
         name,
         defaults,
+        ModelSource(config.runner.model or name, info.model_type, info.architectures),
     )
 
 

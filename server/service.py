@@ -31,6 +31,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where the weights came from, for who asks which model this is.
+
+    Args:
+        path: as the options name it, else the model's name.
+        model_type, architectures: as its config.json names them.
+    """
+
+    path: str = ""
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """What a server is made of below HTTP.
 
@@ -45,6 +59,7 @@ class Parts:
     tokenizer: Tokenizer
     model_name: str
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    source: ModelSource = field(default_factory=ModelSource)
 
 
 @dataclass(slots=True)
@@ -64,6 +79,7 @@ class Service:
     limits: ApiLimits
     model_format: ModelFormat
     connections: Connections
+    source: ModelSource
     eos_token_ids: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -74,7 +90,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
     runner, scheduler, tokenizer = parts.runner, parts.scheduler, parts.tokenizer
     tokenizer.limit_ids(runner.info.vocab_size)
     model, *aliases = dict.fromkeys(config.served_model_name or (parts.model_name,))
-    metrics = Metrics(model, scheduler.statistics, scheduler.waited_seconds)
+    metrics = Metrics(model, scheduler.statistics, scheduler.waited_seconds, _cache_info(scheduler))
     engine = Engine(runner, scheduler, tokenizer, metrics, overlap=not config.disable_overlap)
     limits = ApiLimits(
         model=model,
@@ -113,8 +129,19 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
             reasoning_parser=config.reasoning_parser,
         ),
         connections=connections,
+        source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,
     )
+
+
+def _cache_info(scheduler: Scheduler) -> dict[str, str]:
+    """The KV pool under vLLM's names, for schedulers that count a prompt's blocks themselves."""
+    config = scheduler.config
+    return {
+        "block_size": str(config.page_size),
+        "num_gpu_blocks": str(config.capacity_tokens // config.page_size),
+        "enable_prefix_caching": str(not config.disable_radix_cache),
+    }
 
 
 SERVICE = web.AppKey("service", Service)

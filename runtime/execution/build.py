@@ -43,10 +43,13 @@ class ModelInfo:
     Args:
         context_length: tokens of a sequence, prompt and output together.
         eos_token_ids: ids that end a generation.
+        model_type, architectures: as its config.json names them.
     """
 
     context_length: int
     eos_token_ids: frozenset[int]
+    model_type: str
+    architectures: tuple[str, ...]
 
 
 def build_runner(
@@ -95,6 +98,8 @@ def build_runner(
     info = ModelInfo(
         context_length=context_length,
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, model.vocab_size),
+        model_type=str(checkpoint.config["model_type"]),
+        architectures=_architectures(checkpoint),
     )
     sizes = RunnerSizes(
         page_size=page_size,
@@ -118,6 +123,11 @@ def build_runner(
         progress("compiling kernels")
         warm_up(runner)
     return runner, info
+
+
+def _architectures(checkpoint: Checkpoint) -> tuple[str, ...]:
+    named = checkpoint.config.get("architectures")
+    return tuple(map(str, named)) if isinstance(named, list) else ()
 
 
 def _read_family(checkpoint: Checkpoint) -> Family:

@@ -55,6 +55,28 @@ class SchedulerStatistics:
     wait_seconds: dict[str, float]
     counters: Counters
 
+    @property
+    def active(self) -> int:
+        """Requests that take part in steps."""
+        return self.running + self.prefilling
+
+    @property
+    def queued(self) -> int:
+        """Requests that take part in none yet."""
+        return self.waiting + self.waiting_grammar
+
+    @property
+    def used_tokens(self) -> int:
+        """KV tokens that the active ones hold, cached prefixes that they read included."""
+        return (
+            self.capacity_tokens - self.free_tokens - self.evictable_tokens - self.reserved_tokens
+        )
+
+    @property
+    def kv_usage(self) -> float:
+        """Their share of the pool, 0 to 1."""
+        return self.used_tokens / max(1, self.capacity_tokens - self.reserved_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestDebug:

@@ -28,13 +28,18 @@ HEALTH_GENERATE_SECONDS = 20.0
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: whether the engine runs. Asks nothing of the queue."""
+    """GET /health: whether the process is of use, be it draining. Asks nothing of the queue."""
     service = request.app[SERVICE]
     if service.engine.dead is not None:
         raise service.engine.dead
-    if service.draining:
-        raise Draining("the server is shutting down")
     return json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: whether new requests are taken."""
+    if request.app[SERVICE].draining:
+        raise Draining("the server is shutting down and takes no new requests")
+    return await health(request)
 
 
 async def health_generate(request: web.Request) -> web.Response:
@@ -89,12 +94,16 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """GET /server_info: options (no secrets), sampling defaults, runner, scheduler."""
+    """GET /server_info, and under SGLang's older name: options (no secrets), sampling defaults,
+    runner, scheduler."""
     service = request.app[SERVICE]
     return json_response(
         {
             "version": version(),
             "model": service.limits.model,
+            "served_model_name": service.limits.model,
+            "model_path": service.source.path,
+            "weight_version": service.config.weight_version,
             "options": public_options(service.config),
             "sizes": _sizes(service),
             "sampling_defaults": dataclasses.asdict(service.limits.defaults),
@@ -146,9 +155,11 @@ async def debug_steps(request: web.Request) -> web.Response:
 
 ROUTES = [
     web.get("/health", health),
+    web.get("/ready", ready),
     web.get("/health_generate", health_generate),
     web.get("/metrics", metrics),
     web.get("/server_info", server_info),
+    web.get("/get_server_info", server_info),
     web.get("/debug/requests", debug_requests),
     web.get("/debug/steps", debug_steps),
     web.post("/abort_request", abort_request),

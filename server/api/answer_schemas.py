@@ -96,6 +96,31 @@ ANSWERS: dict[str, Schema] = {
     ),
     "Health": record({"status": const("ok")}),
     "ServerInfo": record({"version": STRING, "model": STRING, "options": OBJECT}),
+    "ModelInfo": record(
+        {
+            "model_path": STRING,
+            "is_generation": BOOLEAN,
+            "weight_version": STRING,
+            "model_type": STRING,
+            "architectures": array(STRING),
+            "context_length": INTEGER,
+            "capabilities": OBJECT,
+        }
+    ),
+    "Load": array(
+        record(
+            {
+                "num_reqs": INTEGER,
+                "num_running_reqs": INTEGER,
+                "num_waiting_reqs": INTEGER,
+                "num_tokens": INTEGER,
+                "token_usage": NUMBER,
+            }
+        ),
+        least=1,
+    ),
+    "Rendered": record({"request_id": STRING, "model": STRING, "token_ids": array(INTEGER)}),
+    "RenderedPrompts": array(ref("Rendered"), least=1),
     "Steps": record({"total": INTEGER, "steps": array(OBJECT)}),
     "Requests": record({"full": BOOLEAN, "reason": STRING, "requests": array(OBJECT)}),
 }

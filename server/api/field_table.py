@@ -74,8 +74,13 @@ def markdown() -> str:
     """docs/request-fields.md: what bodies share is told once."""
     sections = [INTRODUCTION]
     shared: dict[type[Body], None] = {}
+    told: dict[type[Body], str] = {}
     for route in ROUTES:
-        if route.request is not None:
+        if route.request in told:
+            title = f"## `{route.method} {route.path}`\n\n{route.summary}."
+            sections.append(f"{title}\n\nThe fields of `{told[route.request]}`.")
+        elif route.request is not None:
+            told[route.request] = route.path
             bases = [cls for cls in route.request.__mro__[1:] if _own(cls)]
             shared |= dict.fromkeys(bases)
             title = f"## `{route.method} {route.path}`\n\n{route.summary}."

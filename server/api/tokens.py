@@ -1,14 +1,17 @@
-"""/tokenize and /detokenize."""
+"""/tokenize and /detokenize, and the prompts of requests that are not to be generated."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
+from server.api.answers import new_id
+from server.api.chat import ChatBody
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
 from server.api.chat_plan import Conversation, LastMessageFields, encode_conversation
+from server.api.completions import CompletionBody, encode_prompts
 from server.api.fields import required, served
 from server.api.generation_fields import ModelField
 from server.api.incoming import read_body
@@ -83,4 +86,30 @@ async def detokenize(request: web.Request) -> web.Response:
     return json_response({"prompt": text})
 
 
-ROUTES = [web.post("/tokenize", tokenize), web.post("/detokenize", detokenize)]
+async def render_chat(request: web.Request) -> web.Response:
+    """POST /v1/chat/completions/render: the token ids of what such a request would be answered to,
+    for routers that know which tokens are cached where."""
+    service = request.app[SERVICE]
+    body = await read_body(request, ChatBody)
+    ids = await beside(request, lambda: encode_conversation(body.conversation(), service))
+    return json_response(_rendered(service, ids, "chatcmpl"))
+
+
+async def render_completion(request: web.Request) -> web.Response:
+    """POST /v1/completions/render: the same for each prompt."""
+    service = request.app[SERVICE]
+    body = await read_body(request, CompletionBody)
+    prompts = await encode_prompts(request, body.prompt, add_special_tokens=body.add_special_tokens)
+    return json_response([_rendered(service, ids, "cmpl") for ids in prompts])
+
+
+def _rendered(service: Service, ids: list[int], prefix: str) -> dict[str, Any]:
+    return {"request_id": new_id(prefix), "model": service.limits.model, "token_ids": ids}
+
+
+ROUTES = [
+    web.post("/tokenize", tokenize),
+    web.post("/detokenize", detokenize),
+    web.post("/v1/chat/completions/render", render_chat),
+    web.post("/v1/completions/render", render_completion),
+]

@@ -44,6 +44,21 @@ log = logging.getLogger("loomserve.engine")
 POLL_SECONDS = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is, as whoever routes requests compares it with others.
+
+    Args:
+        tokens: KV that running requests hold, and the prompts of those that wait.
+        kv_usage: share of the pool that running requests hold, 0 to 1.
+    """
+
+    running: int
+    waiting: int
+    tokens: int
+    kv_usage: float
+
+
 @dataclass(slots=True)
 class _InFlight:
     """A step between launch and commit, and what its record will say of it."""
@@ -136,6 +151,13 @@ class Engine:
                 self.scheduler.abort(request.request_id, message)
                 self._close(choice, Finish(FinishReason.ABORT, message=message))
                 self._wake.set()
+
+    def load(self) -> Load:
+        """At this moment. Costs a look at every request that waits."""
+        now = self.scheduler.statistics()
+        waiting = [choice.request for choice in self._live.values() if choice.request.row < 0]
+        tokens = now.used_tokens + sum([len(request.input_ids) for request in waiting])
+        return Load(now.active, now.queued, tokens, now.kv_usage)
 
     # The loop
 

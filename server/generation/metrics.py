@@ -69,11 +69,13 @@ class Metrics:
     Args:
         statistics: asks the scheduler, when /metrics is read.
         waited_seconds: asks it how long a request has waited, by what it waited for.
+        cache_info: what never changes about the KV pool, as labels.
     """
 
     model_name: str
     statistics: Callable[[], SchedulerStatistics]
     waited_seconds: Callable[[Request], Mapping[str, float]]
+    cache_info: Mapping[str, str]
 
     rejected: dict[str, int] = field(default_factory=dict)  # by HTTP status
     connections: Callable[[], int] = lambda: 0
@@ -139,27 +141,28 @@ class _Snapshot:
     def collect(self) -> Iterator[Metric]:
         now = self._metrics.statistics()
         yield from self._gauges(now)
+        yield self._cache_info()
         yield from self._counters(now)
         yield from self._labelled_counters(now)
         yield from self._histograms()
 
     def _gauges(self, s: SchedulerStatistics) -> Iterator[Metric]:
-        used = s.capacity_tokens - s.free_tokens - s.evictable_tokens - s.reserved_tokens
-        usage = used / max(1, s.capacity_tokens - s.reserved_tokens)
-        active = s.running + s.prefilling
-        queued = s.waiting + s.waiting_grammar
         c = s.counters
         yield from self._family(
             GaugeMetricFamily,
             [
-                ("vllm:num_requests_running sglang:num_running_reqs", "Requests in steps", active),
-                ("vllm:num_requests_waiting sglang:num_queue_reqs", "Requests queued", queued),
+                (
+                    "vllm:num_requests_running sglang:num_running_reqs",
+                    "Requests in steps",
+                    s.active,
+                ),
+                ("vllm:num_requests_waiting sglang:num_queue_reqs", "Requests queued", s.queued),
                 (
                     "vllm:kv_cache_usage_perc sglang:token_usage",
                     "Share of the KV pool that running requests hold, 0 to 1",
-                    usage,
+                    s.kv_usage,
                 ),
-                ("sglang:num_used_tokens", "KV tokens that running requests hold", used),
+                ("sglang:num_used_tokens", "KV tokens that running requests hold", s.used_tokens),
                 ("sglang:max_total_num_tokens", "KV tokens of the pool", s.capacity_tokens),
                 (
                     "sglang:cache_hit_rate",
@@ -193,6 +196,14 @@ class _Snapshot:
                 ("loomserve:connections", "Open connections", self._metrics.connections()),
             ],
         )
+
+    def _cache_info(self) -> Metric:
+        labels = {"model_name": self._label, **self._metrics.cache_info}
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV pool, in labels", labels=list(labels)
+        )
+        family.add_metric(list(labels.values()), 1)
+        return family
 
     def _counters(self, s: SchedulerStatistics) -> Iterator[Metric]:
         c = s.counters

@@ -28,6 +28,10 @@ class Draining(Exception):
     """The server is shutting down and takes nothing new (HTTP 503)."""
 
 
+class Loading(Exception):
+    """The model is not loaded yet (HTTP 503)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
     """An error as HTTP. body: in OpenAI's form."""
@@ -63,6 +67,8 @@ def error_answer(error: BaseException) -> ErrorAnswer | None:
         return _unavailable(str(error), "overloaded", error.retry_after_s)
     if isinstance(error, Draining):
         return _unavailable(str(error), "shutting_down", RETRY_AFTER_S)
+    if isinstance(error, Loading):
+        return _unavailable(str(error), "loading", RETRY_AFTER_S)
     if isinstance(error, EngineDead):
         return ErrorAnswer(503, error_body(str(error), kind="server_error", code="engine_dead"))
     if isinstance(error, GenerationFailed):

@@ -52,7 +52,6 @@ def _listen(family: int, kind: int, proto: int, address: tuple[str | int, ...]) 
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         # Listening at once: two sockets may share a bound address as long as neither listens.
-        # Clients that come while the model loads wait in the backlog.
         sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError:
