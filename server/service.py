@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
@@ -19,15 +19,10 @@ from server.generation.params import ApiLimits, SamplingDefaults
 from server.http.connections import Connections
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from runtime.runner import Runner
     from runtime.scheduling.scheduler import Scheduler
     from server.config import ServerConfig
     from server.text.tokenizer import Tokenizer
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +141,6 @@ def _cache_info(scheduler: Scheduler) -> dict[str, str]:
 
 SERVICE = web.AppKey("service", Service)
 REQUEST_ID = web.RequestKey("request_id", str)  # the client's, or the server's
-BODY_SIZE = web.RequestKey("body_size", int)  # bytes, decoded
-
-
-async def beside(request: web.Request, work: Callable[[], T]) -> T:
-    """What `work` gives, which goes through the body: beside the event loop where that is long."""
-    lanes = request.app[SERVICE].tokenizer.lanes
-    return await lanes.run(request.get(BODY_SIZE, 0), work)
 
 
 def json_response(data: Any, status: int = 200) -> web.Response:

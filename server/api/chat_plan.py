@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.errors import InvalidRequest
 from server.api.fields import Body, refused, served
+from server.api.incoming import beside
 from server.api.kinds import Boolean, JsonObject
 from server.formats.conversation import parse_messages
 from server.formats.tools import parse_tools
-from server.service import SERVICE, beside
+from server.service import SERVICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

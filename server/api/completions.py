@@ -12,11 +12,11 @@ from runtime.errors import InvalidRequest, wrong
 from server.api.answers import OpenAIAnswer, answer, finish_name, usage_body
 from server.api.fields import refused, required, served
 from server.api.generation_fields import OpenAIFields
-from server.api.incoming import read_body
+from server.api.incoming import beside, read_body
 from server.api.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, TokenIds
 from server.api.logprobs import CompletionLogprobs, merge_completion_logprobs
 from server.http.sse import event
-from server.service import SERVICE, beside
+from server.service import SERVICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from aiohttp import web
 from runtime.errors import InvalidRequest, shown
 from server.api.fields import Body
 from server.api.kinds import Reading
-from server.service import BODY_SIZE, SERVICE, beside
+from server.service import SERVICE
 from server.text.json_bounds import (
     MAX_DEPTH,
     MAX_KEYS,
@@ -25,12 +25,16 @@ from server.text.json_bounds import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from server.generation.params import ApiLimits
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 IGNORED_HEADER = "X-Loomserve-Ignored"
 IGNORED = web.RequestKey("ignored", str)  # names of fields that nobody reads
+BODY_SIZE = web.RequestKey("body_size", int)  # bytes, decoded
 
 
 async def read_body(request: web.Request, body: type[B]) -> B:
@@ -49,6 +53,12 @@ async def read_body(request: web.Request, body: type[B]) -> B:
             raise _unknown(next(iter(reading.unknown)), body)
         request[IGNORED] = ", ".join(quote(name[:64], safe="[].-_") for name in reading.unknown)
     return found
+
+
+async def beside(request: web.Request, work: Callable[[], T]) -> T:
+    """What `work` gives, which goes through the body: beside the event loop where that is long."""
+    lanes = request.app[SERVICE].tokenizer.lanes
+    return await lanes.run(request.get(BODY_SIZE, 0), work)
 
 
 def read_value(body: type[B], value: Any, limits: ApiLimits) -> B:
@@ -88,7 +98,7 @@ def parse_json(data: bytes) -> Any:
     """Raises: InvalidRequest: it is no JSON, or nested too deeply.
     web.HTTPRequestEntityTooLarge: it has too many values to be parsed at once.
     """
-    if is_too_much(data):
+    if len(data) > MAX_KEYS and is_too_much(data):
         raise _too_many(data)
     try:
         value = orjson.loads(data)

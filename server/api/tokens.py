@@ -14,9 +14,9 @@ from server.api.chat_plan import Conversation, LastMessageFields, encode_convers
 from server.api.completions import CompletionBody, encode_prompts
 from server.api.fields import required, served
 from server.api.generation_fields import ModelField
-from server.api.incoming import read_body
+from server.api.incoming import beside, read_body
 from server.api.kinds import Boolean, Text, TokenIds
-from server.service import SERVICE, beside, json_bytes, json_response
+from server.service import SERVICE, json_bytes, json_response
 
 if TYPE_CHECKING:
     from server.service import Service
