@@ -102,7 +102,7 @@ class ServerConfig:
         0.0, "seconds from arrival to the end of an answer; 0: off", at_least=0
     )
     drain_timeout: float = option(
-        30.0, "seconds that running requests get to finish after SIGTERM", at_least=0
+        30.0, "seconds that running requests get to finish after SIGTERM or SIGHUP", at_least=0
     )
     access_log: bool = option(False, "one line of JSON per request on standard error")
     ssl_certfile: str | None = option(None, "certificate chain, for TLS", metavar="FILE")

@@ -28,6 +28,8 @@ def run(config: ServerConfig) -> int:
     with what it was told."""
     set_up_logging(config)
     signal.signal(signal.SIGTERM, _leave_while_starting)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
+        signal.signal(signal.SIGHUP, _leave_while_starting)
     started = time.perf_counter()
     try:
         sockets = listen_on_path(config.uds) if config.uds else listen(config.host, config.port)

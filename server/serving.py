@@ -28,7 +28,8 @@ SHUTDOWN_SECONDS = 2.0
 async def serve(
     service: Service, sockets: list[socket.socket], *, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Answers on the sockets until SIGTERM or SIGINT, then drains and closes what it served."""
+    """Answers on the sockets until SIGTERM, SIGHUP or SIGINT, then drains and closes what it
+    served."""
     service.engine.start()
     runner = app_runner(service, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
@@ -48,7 +49,8 @@ async def serve(
 
 
 def _on_signals(stop: asyncio.Event) -> None:
-    """SIGTERM and the first SIGINT begin the drain; a second SIGINT ends the process at once."""
+    """SIGTERM, the first SIGINT, and SIGHUP where it is not ignored (nohup does that) begin the
+    drain; a second SIGINT ends the process at once."""
 
     def interrupted() -> None:
         if stop.is_set():
@@ -58,6 +60,8 @@ def _on_signals(stop: asyncio.Event) -> None:
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupted)
 
 

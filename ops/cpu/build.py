@@ -2,8 +2,11 @@
 
 Why at first start and not in a wheel: the sources are small (seconds to compile), have a plain C
 interface and no torch headers, and so fit any torch version and exactly this CPU. A library is
-named by a hash of sources, compiler and flags; it is built in a temporary folder and moved into
-place under a lock, so that processes that start together build it once.
+named by a hash of sources and flags and one of the compiler; it is built in a temporary folder and
+moved into place under a lock, so that processes that start together build it once.
+
+What is loaded runs with all rights of the server, so nothing is taken from a folder that others may
+write to, and a library that is not what was built (cut short by a full disk, say) is built again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
+_CHECKSUM = ".sha256"  # of the file beside a library; a mapped library that is cut short kills us
+_PARTIAL = ".partial-"
 
 # From the fastest to the most common: what the CPU must have (names of /proc/cpuinfo).
 _AVX2 = ("avx2", "fma", "f16c")
@@ -42,6 +48,10 @@ COMPILE_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-e
 
 class KernelBuildError(Exception):
     """The kernels cannot be built or do not fit this CPU; the message says why."""
+
+
+class NoCompiler(KernelBuildError):
+    """There is none."""
 
 
 def default_cache_dir() -> Path:
@@ -71,13 +81,13 @@ def find_compiler() -> str:
     """The C++ compiler: $CXX, else the first of `COMPILERS` on the path.
 
     Raises:
-        KernelBuildError: there is none.
+        NoCompiler: there is none.
     """
     for name in (os.environ.get("CXX", ""), *COMPILERS):
         found = shutil.which(name) if name else None
         if found:
             return found
-    raise KernelBuildError(f"no C++ compiler ($CXX, {', '.join(COMPILERS)}) was found")
+    raise NoCompiler(f"no C++ compiler ($CXX, {', '.join(COMPILERS)}) was found")
 
 
 def build_library(
@@ -93,22 +103,58 @@ def build_library(
         progress: is told what is being done, in words.
         extra_flags: further compiler flags, e.g. a sanitizer's.
     Raises:
-        KernelBuildError: no compiler, or it failed; the message holds the end of its output.
+        KernelBuildError: neither a library nor a compiler is there, the compiler failed (the
+            message holds the end of its output), or others may write to the cache.
     """
-    compiler = find_compiler()
     flags = (*COMPILE_FLAGS, *machine_flags(path), *extra_flags)
     folder = cache_dir / "kernels"
-    target = folder / f"{path}-{_key(compiler, flags)}.so"
-    if target.exists():
-        return target
+    stem = f"{path}-{_digest(flags)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        check_owner(folder)
+        compiler = find_compiler()
+        target = folder / f"{stem}-{_compiler_digest(compiler)}.so"
+        if is_whole(target):
+            return target
         with _locked(folder / "lock"):
-            if not target.exists():  # another process may have been first
+            if not is_whole(target):  # another process may have been first
                 _build(compiler, flags, target, progress)
+    except NoCompiler:
+        found = next(filter(is_whole, sorted(folder.glob(f"{stem}-*.so"))), None)
+        if found is None:
+            raise
+        return found
     except OSError as error:
         raise KernelBuildError(f"the CPU kernels cannot be written to {folder}: {error}") from error
     return target
+
+
+def check_owner(path: Path) -> None:
+    """Raises: KernelBuildError: somebody else than this user and root may write to `path`."""
+    state = path.stat()
+    if state.st_uid not in (os.geteuid(), 0):
+        raise KernelBuildError(
+            f"{path} belongs to another user (id {state.st_uid}), so no code of it is run;"
+            " --cache-dir names another cache folder"
+        )
+    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KernelBuildError(
+            f"{path} can be written by others, so no code of it is run; chmod go-w {path}"
+            " allows it, once you know what is in there"
+        )
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library is there and is what was built, byte by byte.
+
+    Raises: KernelBuildError: somebody else may write to it.
+    """
+    try:
+        check_owner(library)
+        wanted = library.with_suffix(_CHECKSUM).read_text("ascii").strip()
+        return hashlib.sha256(library.read_bytes()).hexdigest() == wanted
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def machine_flags(path: str) -> tuple[str, ...]:
@@ -116,15 +162,18 @@ def machine_flags(path: str) -> tuple[str, ...]:
     return tuple("-m" + flag.replace("avx512_", "avx512") for flag in INSTRUCTION_PATHS[path])
 
 
-def _key(compiler: str, flags: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    for part in (compiler.encode(), version, " ".join(flags).encode()):
-        digest.update(part + b"\0")
+def _digest(flags: Sequence[str]) -> str:
+    """Of what is compiled."""
+    digest = hashlib.sha256(" ".join(flags).encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _compiler_digest(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    return hashlib.sha256(compiler.encode() + b"\0" + version).hexdigest()[:8]
 
 
 @contextmanager
@@ -139,7 +188,9 @@ def _build(
 ) -> None:
     sources = sorted(SOURCES.glob("*.cpp"))
     progress(f"compiling {len(sources)} files of CPU kernels for {target.name}")
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+    for leftover in target.parent.glob(f"{_PARTIAL}*"):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=target.parent) as work:
         objects = [Path(work) / f"{source.stem}.o" for source in sources]
 
         def compile_one(pair: tuple[Path, Path]) -> None:
@@ -151,6 +202,11 @@ def _build(
             list(pool.map(compile_one, zip(sources, objects, strict=True)))
         library = Path(work) / target.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(library)])
+        library.chmod(0o755)  # whatever the umask
+        checksum = library.with_suffix(_CHECKSUM)
+        checksum.write_text(hashlib.sha256(library.read_bytes()).hexdigest() + "\n", "ascii")
+        # Whoever comes between the two finds that they do not fit, and waits for the lock.
+        os.replace(checksum, target.with_suffix(_CHECKSUM))
         os.replace(library, target)
 
 

@@ -81,8 +81,11 @@ class ServerProcess:
         """The address of the ready line, once there is one."""
         return present(re.search(r"https?://\S+", self.wait_for(r"is ready on http"))).group()
 
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+        self.send(signal.SIGTERM)
 
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)

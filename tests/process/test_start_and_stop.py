@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import urllib.error
@@ -77,13 +78,14 @@ def test_ready_line_has_a_curl_command_that_streams(options):
     assert json.loads(events[-2])["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(options):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_lets_running_streams_finish_and_refuses_new_ones(options, number):
     with ServerProcess(*options) as server:
         url = server.url()
         stream = Stream(url, 3000)
         assert stream.status == 200
         stream.next()
-        server.terminate()
+        server.send(number)
         # The signal is handled between two tokens at the latest.
         while not refused(url):
             assert stream.next() not in (None, "[DONE]"), "the stream was over before the drain"

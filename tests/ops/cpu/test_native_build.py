@@ -94,6 +94,93 @@ def test_a_failed_build_leaves_nothing_and_says_why(
     assert [p.name for p in (tmp_path / "cache" / "kernels").iterdir()] == ["lock"]
 
 
+def built(compiler: Path) -> int:
+    return sum("-shared" in run for run in compiler.read_text().splitlines())
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "no-checksum", "empty-checksum", "empty"])
+def test_a_library_that_is_not_what_was_built_is_built_again(
+    compiler: Path, tmp_path: Path, damage: str
+) -> None:
+    library = build.build_library("avx2", tmp_path / "cache")
+    whole = library.read_bytes()
+    checksum = library.with_suffix(".sha256")
+    if damage == "no-checksum":
+        checksum.unlink()
+    elif damage == "empty-checksum":
+        checksum.write_text("")
+    else:
+        library.write_bytes({"cut": whole[:-1], "other": b"x" + whole[1:], "empty": b""}[damage])
+    assert build.build_library("avx2", tmp_path / "cache") == library
+    assert built(compiler) == 2
+    assert library.read_bytes() == whole
+    build.build_library("avx2", tmp_path / "cache")
+    assert built(compiler) == 2
+
+
+@pytest.mark.parametrize("which", ["folder", "library"])
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_nothing_is_taken_that_others_may_write_to(
+    compiler: Path, tmp_path: Path, which: str, mode: int
+) -> None:
+    library = build.build_library("avx2", tmp_path / "cache")
+    path = library if which == "library" else library.parent
+    path.chmod(mode)
+    with pytest.raises(build.KernelBuildError, match=f"{path} can be written by others"):
+        build.build_library("avx2", tmp_path / "cache")
+    assert built(compiler) == 1
+
+
+def test_nothing_is_taken_from_a_folder_of_another_user(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() == 0:  # its own files are everybody's
+        os.chown(tmp_path / "fake-c++", 1234, -1)
+        with pytest.raises(build.KernelBuildError, match=r"another user \(id 1234\)"):
+            build.check_owner(tmp_path / "fake-c++")
+        return
+    library = build.build_library("avx2", tmp_path / "cache")
+    monkeypatch.setattr(os, "geteuid", lambda: 1 + library.stat().st_uid)
+    with pytest.raises(build.KernelBuildError, match="another user"):
+        build.build_library("avx2", tmp_path / "cache")
+
+
+def test_what_is_built_is_nobody_else_s_to_write_whatever_the_umask(
+    compiler: Path, tmp_path: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        library = build.build_library("avx2", tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(library.stat().st_mode) == 0o755
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o755
+    assert build.build_library("avx2", tmp_path / "cache") == library
+
+
+def test_without_a_compiler_what_was_built_before_serves(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = build.build_library("avx2", tmp_path / "cache")
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert build.build_library("avx2", tmp_path / "cache") == library
+    with pytest.raises(build.NoCompiler):  # other sources than those it was made of
+        build.build_library("avx2", tmp_path / "cache", extra_flags=["-g"])
+    library.write_bytes(library.read_bytes()[:-1])
+    with pytest.raises(build.NoCompiler):
+        build.build_library("avx2", tmp_path / "cache")
+
+
+def test_what_a_killed_build_left_is_swept_by_the_next(compiler: Path, tmp_path: Path) -> None:
+    kernels = tmp_path / "cache" / "kernels"
+    (kernels / ".partial-1").mkdir(parents=True)
+    (kernels / ".partial-1" / "linear.o").write_text("half")
+    library = build.build_library("avx2", tmp_path / "cache")
+    there = {path.name for path in kernels.iterdir()}
+    assert there == {"lock", library.name, library.with_suffix(".sha256").name}
+
+
 def test_an_unwritable_cache_is_an_error_with_its_path(compiler: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(build.KernelBuildError, match=str(tmp_path / "file")):
