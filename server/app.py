@@ -31,6 +31,7 @@ from server.api.incoming import IGNORED, IGNORED_HEADER
 from server.api.messages_answer import anthropic_error
 from server.http.errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
 from server.http.listeners import open_listener
+from server.http.loop_watch import watched
 from server.http.protocol import check_version, protocol_factory
 from server.service import REQUEST_ID, SERVICE, Service, json_response
 
@@ -65,6 +66,7 @@ def make_app(service: Service) -> web.Application:
     )
     app[SERVICE] = service
     app.on_response_prepare.append(add_headers)
+    app.cleanup_ctx.append(watched(service.metrics.loop_beat))
     for protocol in PROTOCOLS:
         app.add_routes(protocol.ROUTES)
     return app
@@ -102,6 +104,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     service = request.app[SERVICE]
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    _name_task(request)
     service.connections.busy(request.transport)
     started = time.perf_counter()
     status = 499  # the client left before there was a status
@@ -113,6 +116,15 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         service.connections.idle(request.transport)
         if service.config.access_log:
             access.info("%s", _access_line(request, status, time.perf_counter() - started))
+
+
+def _name_task(request: web.Request) -> None:
+    """Names the task after its request, for the log of what holds up the loop."""
+    resource = request.match_info.route.resource
+    path = "an unknown path" if resource is None else resource.canonical
+    task = asyncio.current_task()
+    assert task is not None
+    task.set_name(f"{request.method} {path} of request {request[REQUEST_ID]}")
 
 
 def _access_line(request: web.Request, status: int, seconds: float) -> str:

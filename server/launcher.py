@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import ssl
 import sys
@@ -46,6 +47,11 @@ def run(config: ServerConfig) -> int:
     # What was loaded stays for good; the collector need not walk it again and again.
     gc.collect()
     gc.freeze()
+    # Threads that read long bodies and texts let the event loop go on after so long, not 5 ms: it
+    # asks for the interpreter several times for each event.
+    sys.setswitchinterval(0.001)
+    # Nor may one client's prompts take all the cores from those who compute.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         uvloop.run(serve(service, sockets, tls=context))
     finally:

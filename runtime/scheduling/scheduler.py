@@ -13,6 +13,7 @@ what it names, rows and KV pages, is given back only when it is committed.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +107,8 @@ class Scheduler:
         """
         config, life = self.config, self._life
         ids = [request.request_id for request in requests]
-        for request_id in ids:
-            if request_id in life.live or ids.count(request_id) > 1:
+        for request_id, times in Counter(ids).items():
+            if times > 1 or request_id in life.live:
                 raise InvalidRequest(f"Request id {request_id!r} is in use.")
         limits = [resolve_max_new_tokens(request, config) for request in requests]
         displaced = make_places(requests, life, config.max_queued_requests)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from server.generation.params import GenerationParams
     from server.grammars.output_rules import OutputRule
     from server.service import Service
+    from server.text.least_tokens import TokenLimit
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -129,14 +130,14 @@ async def plan_chat(
     params: GenerationParams,
     rules: Sequence[OutputRule],
     *,
-    fits: bool = True,
+    counted: bool = False,
 ) -> ChatPlan:
     """Renders a chat's prompt, and checks what rules its answer.
 
     Args:
         conversation_of: makes the conversation; where it is long, beside the event loop.
         rules: what the answer must look like.
-        fits: a prompt that cannot fit the context is refused without being tokenized.
+        counted: the prompt is only made to be counted, so it may be longer than the context.
 
     Raises: InvalidRequest.
     """
@@ -146,7 +147,7 @@ async def plan_chat(
     def rendered() -> tuple[list[int], ToolRequest | None, str]:
         conversation = conversation_of()
         messages, tools = _parsed(conversation)
-        most = service.limits.context_length if fits else None
+        most = service.limits.counted if counted else service.limits.prompt
         ids = _encode(conversation, messages, tools, service, most)
         continued = conversation.render.get("continue_final_message")
         return ids, tools, messages[-1]["content"] if continued else ""
@@ -160,7 +161,7 @@ async def plan_chat(
 
 def encode_conversation(conversation: Conversation, service: Service) -> list[int]:
     """The token ids of a conversation's prompt, on the calling thread. Raises: InvalidRequest."""
-    return _encode(conversation, *_parsed(conversation), service)
+    return _encode(conversation, *_parsed(conversation), service, service.limits.counted)
 
 
 def _parsed(conversation: Conversation) -> tuple[list[Message], ToolRequest | None]:
@@ -181,7 +182,7 @@ def _encode(
     messages: list[Message],
     tools: ToolRequest | None,
     service: Service,
-    most: int | None = None,
+    most: TokenLimit,
 ) -> list[int]:
     messages, more = service.model_format.conversation(messages, tools)
     return service.tokenizer.encode_chat(messages, most=most, **conversation.render, **more)

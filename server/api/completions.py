@@ -151,7 +151,7 @@ async def encode_prompts(
 ) -> list[list[int]]:
     """The token ids of every prompt; an empty text becomes the model's BOS where it has one."""
     service = request.app[SERVICE]
-    tokenizer, most = service.tokenizer, service.limits.context_length
+    tokenizer, most = service.tokenizer, service.limits.prompt
 
     def encoded() -> list[list[int]]:
         texts = [prompt for prompt in given if isinstance(prompt, str)]

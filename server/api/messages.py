@@ -343,7 +343,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     body = await read_body(request, CountTokensBody)
     service = request.app[SERVICE]
     params = body.params(service.limits, None)
-    plan = await plan_chat(request, body.conversation, params, body.rules(), fits=False)
+    plan = await plan_chat(request, body.conversation, params, body.rules(), counted=True)
     return json_response({"input_tokens": len(plan.prompt_ids)})
 
 

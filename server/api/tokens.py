@@ -40,7 +40,9 @@ class TokenizeBody(LastMessageFields, ModelField):
         """The token ids that it asks for."""
         if self.messages is None:
             return service.tokenizer.encode(
-                self.prompt or "", add_special_tokens=self.add_special_tokens
+                self.prompt or "",
+                add_special_tokens=self.add_special_tokens,
+                most=service.limits.counted,
             )
         conversation = Conversation(
             messages=self.messages,

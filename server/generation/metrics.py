@@ -79,6 +79,8 @@ class Metrics:
 
     rejected: dict[str, int] = field(default_factory=dict)  # by HTTP status
     connections: Callable[[], int] = lambda: 0
+    loop_lag: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    loop_cpu: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
 
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
@@ -119,6 +121,11 @@ class Metrics:
     def step(self, record: StepRecord) -> None:
         """A step was committed, or has failed."""
         self.step_time.observe(record.done_s - record.launched_s)
+
+    def loop_beat(self, late_s: float, cpu_s: float) -> None:
+        """A beat of the event loop came late; its thread has worked since the last one."""
+        self.loop_lag.observe(late_s)
+        self.loop_cpu.observe(cpu_s)
 
     def refused(self, status: int) -> None:
         """A request was answered with an error status."""
@@ -299,6 +306,16 @@ class _Snapshot:
                 m.request_generation_tokens,
             ),
             ("loomserve:step_seconds", "Launch of a step to its result", m.step_time),
+            (
+                "loomserve:event_loop_lag_seconds",
+                "How late a timer of the event loop was, every 20 ms",
+                m.loop_lag,
+            ),
+            (
+                "loomserve:event_loop_cpu_seconds",
+                "Processor time of the event loop's thread between two such timers",
+                m.loop_cpu,
+            ),
         ):
             for name in names.split():
                 family = HistogramMetricFamily(name, help, labels=["model_name"])

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from server.text.least_tokens import TokenLimit
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runtime.request import SamplingParams
     from server.generation.output import Matcher
     from server.generation.stop_rules import StopRules
+
+
+# Making Python's integers of so many ids lets nobody else run for 20 ms.
+MAX_COUNTED = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,18 @@ class ApiLimits:
     max_n: int = 128
     defaults: SamplingDefaults = SamplingDefaults()
     aliases: tuple[str, ...] = ()
+
+    @property
+    def prompt(self) -> TokenLimit:
+        """Tokens of a prompt."""
+        length = self.context_length
+        return TokenLimit(length, f"This model's maximum context length is {length} tokens")
+
+    @property
+    def counted(self) -> TokenLimit:
+        """Tokens of a text that is tokenized to be looked at."""
+        most = max(self.context_length, MAX_COUNTED)
+        return TokenLimit(most, f"At most {most} tokens are counted")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ prose that is a fifth of them; for digits that are tokens of their own, all.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _SLICE = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """Tokens that a text may have. Args: told: the limit, as the beginning of a sentence."""
+
+    tokens: int
+    told: str
 
 
 class LeastTokens:

@@ -21,7 +21,7 @@ from server.text.detokenizer import (
     WindowDetokenizer,
 )
 from server.text.lanes import Lanes
-from server.text.least_tokens import LeastTokens
+from server.text.least_tokens import LeastTokens, TokenLimit
 from server.text.tokenizer_files import load_backend
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Tokenizer:
         *,
         add_special_tokens: bool = True,
         param: str = "prompt",
-        most: int | None = None,
+        most: TokenLimit | None = None,
     ) -> list[int]:
         """Ids of a text, on the calling thread; see `encode_all`."""
         return self.encode_all(
@@ -129,20 +129,20 @@ class Tokenizer:
         *,
         add_special_tokens: bool = True,
         param: str = "prompt",
-        most: int | None = None,
+        most: TokenLimit | None = None,
     ) -> list[list[int]]:
         """Ids of texts, on the calling thread, which gives up the interpreter meanwhile.
 
         Args:
             param: the request's field that holds the texts, for messages.
-            most: tokens that the context has; what is seen to be longer is not tokenized.
+            most: tokens that a text may have; what is seen to be longer is not tokenized.
 
         Raises: InvalidRequest: a text cannot be tokenized, or holds a token that the model's
             embedding has no row for. ContextTooLong.
         """
         if most is not None:
             for text in texts:
-                if len(text) > most and self._least.exceed(text, most):
+                if self._least.exceed(text, most.tokens):
                     raise _too_long(param, f"{len(text)} characters", most)
         # The batch call gives up the GIL while it works; `encode` does not (measured: 0.7 s).
         try:
@@ -152,7 +152,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequest(f"{param}: cannot be tokenized: {error}", param=param) from None
         for encoding in batch:
-            if most is not None and len(encoding) > most:
+            if most is not None and len(encoding) > most.tokens:
                 raise _too_long(param, f"{len(encoding)} tokens", most)
         found: list[list[int]] = [encoding.ids for encoding in batch]
         if self._unknown:
@@ -171,7 +171,7 @@ class Tokenizer:
                 )
 
     def encode_chat(
-        self, messages: Sequence[Message], *, most: int | None = None, **options: Any
+        self, messages: Sequence[Message], *, most: TokenLimit | None = None, **options: Any
     ) -> list[int]:
         """Ids of a conversation, on the calling thread. Options are those of `ChatTemplate.render`.
 
@@ -249,10 +249,8 @@ class Tokenizer:
         self.lanes.close()
 
 
-def _too_long(param: str, length: str, most: int) -> ContextTooLong:
-    return ContextTooLong(
-        f"This model's maximum context length is {most} tokens; {param} has {length}.", param=param
-    )
+def _too_long(param: str, length: str, most: TokenLimit) -> ContextTooLong:
+    return ContextTooLong(f"{most.told}; {param} has {length}.", param=param)
 
 
 def _least_tokens(

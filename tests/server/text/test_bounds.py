@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from runtime.errors import ContextTooLong, InvalidRequest
 from server.text.json_bounds import MAX_KEYS, MAX_VALUES, size_of
 from server.text.lanes import INLINE, Lanes
+from server.text.least_tokens import TokenLimit
 from server.text.tokenizer import Tokenizer
 from tests.fakes import fake_server
 
@@ -38,6 +39,10 @@ def trained(normalizer=None):
     return Tokenizer(backend)
 
 
+def at_most(tokens):
+    return TokenLimit(tokens, f"At most {tokens} go")
+
+
 PLAIN, COMPOSING = trained(), trained(normalizers.NFC())
 
 
@@ -45,9 +50,9 @@ PLAIN, COMPOSING = trained(), trained(normalizers.NFC())
 @given(text=TEXTS, times=st.integers(1, 30), tokenizer=st.sampled_from([PLAIN, COMPOSING]))
 def test_what_is_refused_untokenized_is_too_long_when_tokenized(text, times, tokenizer):
     ids = tokenizer.encode(text * times)
-    assert tokenizer.encode(text * times, most=len(ids)) == ids
-    with pytest.raises(ContextTooLong, match=f"maximum context length is {len(ids) - 1} tokens"):
-        tokenizer.encode(text * times, most=len(ids) - 1)
+    assert tokenizer.encode(text * times, most=at_most(len(ids))) == ids
+    with pytest.raises(ContextTooLong, match=f"^At most {len(ids) - 1} go; prompt has"):
+        tokenizer.encode(text * times, most=at_most(len(ids) - 1))
 
 
 def test_text_without_long_tokens_is_refused_by_its_bytes():
@@ -58,9 +63,9 @@ def test_text_without_long_tokens_is_refused_by_its_bytes():
     tokenizer = trained()
     tokenizer.backend = NotAsked()
     with pytest.raises(ContextTooLong, match="has 200000 characters"):
-        tokenizer.encode("1" * 200_000, most=100_000)  # digits are tokens of their own
+        tokenizer.encode("1" * 200_000, most=at_most(100_000))  # digits are tokens of their own
     with pytest.raises(InvalidRequest, match="200000 characters were tokenized"):
-        tokenizer.encode("-" * 200_000, most=100_000)
+        tokenizer.encode("-" * 200_000, most=at_most(100_000))
 
 
 JSON = st.recursive(
