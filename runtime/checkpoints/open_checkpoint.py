@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from runtime.checkpoints.checkpoint import is_gguf
 from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
 from runtime.checkpoints.hugging_face import HuggingFaceCheckpoint
+from runtime.checkpoints.quantized.dequantized import dequantized
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,4 +20,4 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises: ModelError: not a model, or damaged.
     """
-    return GgufCheckpoint(path) if is_gguf(path) else HuggingFaceCheckpoint(path)
+    return GgufCheckpoint(path) if is_gguf(path) else dequantized(HuggingFaceCheckpoint(path))

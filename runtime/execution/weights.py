@@ -87,8 +87,8 @@ class _Reader:
         dtype = getattr(torch, info.dtype)
         if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise ModelError(
-                f"{self._checkpoint.path}: tensor {name!r} is of type {info.dtype}; quantized"
-                " checkpoints are not supported"
+                f"{self._checkpoint.path}: tensor {name!r} is of type {info.dtype}, and the config"
+                " names no quantization that it belongs to"
             )
         self._report()
         raw = self._checkpoint.read(name)

@@ -114,7 +114,7 @@ def drop(name: str) -> object:
         ),
         (
             lambda t: {**t, "model.norm.weight": torch.ones(48, dtype=torch.int8)},
-            r"'model.norm.weight' is of type int8; quantized",
+            r"'model.norm.weight' is of type int8, and the config names no quantization",
         ),
     ],
     ids=["missing", "no-head", "shape", "unknown", "quantized"],
