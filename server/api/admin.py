@@ -42,6 +42,11 @@ async def ready(request: web.Request) -> web.Response:
     return await health(request)
 
 
+async def told_version(request: web.Request) -> web.Response:
+    """GET /version."""
+    return json_response({"version": version()})
+
+
 async def health_generate(request: web.Request) -> web.Response:
     """GET /health_generate: whether a token can be generated, within a time limit."""
     service = request.app[SERVICE]
@@ -156,6 +161,8 @@ async def debug_steps(request: web.Request) -> web.Response:
 ROUTES = [
     web.get("/health", health),
     web.get("/ready", ready),
+    web.get("/ping", ready),
+    web.get("/version", told_version),
     web.get("/health_generate", health_generate),
     web.get("/metrics", metrics),
     web.get("/server_info", server_info),

@@ -95,6 +95,7 @@ ANSWERS: dict[str, Schema] = {
         {"id": STRING, "object": const("model"), "created": INTEGER, "owned_by": STRING}
     ),
     "Health": record({"status": const("ok")}),
+    "Version": record({"version": STRING}),
     "ServerInfo": record({"version": STRING, "model": STRING, "options": OBJECT}),
     "ModelInfo": record(
         {

@@ -77,6 +77,8 @@ ROUTES = (
     Route("POST", "/flush_cache", "Empties the prefix cache where nothing runs", "Flushed"),
     Route("GET", "/health", "Whether the process is of use, be it loading or draining", "Health"),
     Route("GET", "/ready", "Whether new requests are taken", "Health"),
+    Route("GET", "/ping", "The same, under the name that SageMaker asks for", "Health"),
+    Route("GET", "/version", "This server's version", "Version"),
     Route("GET", "/health_generate", "Whether a token can be generated", "Health"),
     Route("GET", "/metrics", "Figures for Prometheus", media="text/plain"),
     Route("GET", "/server_info", "Version, options and figures of the scheduler", "ServerInfo"),

@@ -10,6 +10,7 @@ show this server; what only loomserve knows is named `loomserve:`.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
     from runtime.request import Request
     from runtime.scheduling.statistics import SchedulerStatistics
     from runtime.step_records import StepRecord
-    from server.generation.output import ChoiceOutput
+    from server.generation.output import ChoiceOutput, RequestStream
 
 LATENCY_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25),
     *(0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
+THROUGHPUT_S = 1.0
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -60,6 +62,27 @@ class Histogram:
             total += count
             found.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
         return found
+
+
+class Throughput:
+    """Tokens per second over the last second or more in which tokens came without a pause."""
+
+    __slots__ = ("_begin", "_last", "_tokens", "value")
+
+    def __init__(self) -> None:
+        self._begin = self._last = -math.inf
+        self._tokens = 0
+        self.value = 0.0
+
+    def add(self, count: int, now: float) -> None:
+        if now - self._last > THROUGHPUT_S:  # what came before the pause says nothing of now
+            self._begin, self._tokens = now, 0
+        else:
+            self._tokens += count
+        self._last = now
+        if now - self._begin >= THROUGHPUT_S:
+            self.value = self._tokens / (now - self._begin)
+            self._begin, self._tokens = now, 0
 
 
 @dataclass(slots=True)
@@ -91,11 +114,18 @@ class Metrics:
     step_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    prefill_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    decode_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    longest_choice_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    throughput: Throughput = field(default_factory=Throughput)
+    # Of requests some of whose choices have ended: how many, and the tokens of the longest.
+    _ended: dict[RequestStream, tuple[int, int]] = field(default_factory=dict)
 
     def tokens(self, choice: ChoiceOutput, count: int, now: float) -> None:
         """A choice got `count` tokens at the moment `now`."""
         if not count:
             return
+        self.throughput.add(count, now)
         last = choice.last_token_s
         choice.last_token_s = now
         if last is not None:
@@ -105,7 +135,9 @@ class Metrics:
         request = choice.request
         self.time_to_first_token.observe(now - choice.arrival_s)
         waited = self.waited_seconds(request)
-        self.queue_time.observe(sum(waited.values()))
+        queued = sum(waited.values())
+        self.queue_time.observe(queued)
+        self.prefill_time.observe(max(0.0, now - choice.arrival_s - queued))
         for term, seconds in waited.items():
             self.wait_time.setdefault(term, Histogram(LATENCY_S)).observe(seconds)
 
@@ -115,8 +147,16 @@ class Metrics:
         self.request_prompt_tokens.observe(len(choice.request.input_ids))
         self.request_generation_tokens.observe(choice.completion_tokens)
         first, count = choice.first_token_s, choice.completion_tokens
-        if first is not None and choice.last_token_s is not None and count > 1:
-            self.time_per_output_token.observe((choice.last_token_s - first) / (count - 1))
+        if first is not None and choice.last_token_s is not None:
+            self.decode_time.observe(choice.last_token_s - first)
+            if count > 1:
+                self.time_per_output_token.observe((choice.last_token_s - first) / (count - 1))
+        ended, longest = self._ended.pop(choice.stream, (0, 0))
+        ended, longest = ended + 1, max(longest, count)
+        if ended < len(choice.stream.requests):
+            self._ended[choice.stream] = ended, longest
+        else:
+            self.longest_choice_tokens.observe(longest)
 
     def step(self, record: StepRecord) -> None:
         """A step was committed, or has failed."""
@@ -170,6 +210,11 @@ class _Snapshot:
                     s.kv_usage,
                 ),
                 ("sglang:num_used_tokens", "KV tokens that running requests hold", s.used_tokens),
+                (
+                    "sglang:gen_throughput",
+                    "Tokens generated per second, of late; 0 where nothing runs",
+                    self._metrics.throughput.value if s.active else 0.0,
+                ),
                 ("sglang:max_total_num_tokens", "KV tokens of the pool", s.capacity_tokens),
                 (
                     "sglang:cache_hit_rate",
@@ -304,6 +349,21 @@ class _Snapshot:
                 "vllm:request_generation_tokens",
                 "Generated tokens per request",
                 m.request_generation_tokens,
+            ),
+            (
+                "vllm:request_max_num_generation_tokens",
+                "Generated tokens of a request's longest choice",
+                m.longest_choice_tokens,
+            ),
+            (
+                "vllm:request_prefill_time_seconds",
+                "Time from leaving the queue to the first token",
+                m.prefill_time,
+            ),
+            (
+                "vllm:request_decode_time_seconds",
+                "Time from the first token to the last",
+                m.decode_time,
             ),
             ("loomserve:step_seconds", "Launch of a step to its result", m.step_time),
             (
