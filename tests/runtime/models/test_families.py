@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from runtime.errors import ModelError
 from tests.runtime.models.tiny_models import (
     Probe,
     expected_logits,
@@ -229,3 +230,20 @@ def test_gemmas_norms_are_one_plus_the_stored_weight_unrounded(name: str, tmp_pa
     assert attention.out_norm is not None
     want = 1 + stored["model.layers.2.post_attention_layernorm.weight"].float()
     assert torch.equal(attention.out_norm.weight, want)
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    """DeepSeek V3's file has one behind the model's 61, whose tensors the model does not have."""
+    model_type, special = FAMILIES["deepseek-v3"]
+    model = make_model(tmp_path, model_type, **special)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    save_file({**stored, "model.layers.4.eh_proj.weight": torch.ones(48, 96)}, path)
+    tokens = random_tokens(9)
+    runner = open_runner(tmp_path)
+    (got,) = Probe(runner).step({1: (0, tokens)})
+    runner.close()
+    torch.testing.assert_close(got, expected_logits(model, tokens), atol=5e-5, rtol=5e-5)
+    save_file({**stored, "model.layers.5.eh_proj.weight": torch.ones(48, 96)}, path)
+    with pytest.raises(ModelError, match=r"layers\.5\.eh_proj"):
+        open_runner(tmp_path)
