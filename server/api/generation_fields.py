@@ -119,7 +119,9 @@ class SamplingFields(Body):
     logit_bias = served(LogitBias(), "added to the logits of these tokens")
     bad_words = served(Texts(most=256), "texts that must not be written")
     stop = served(STOPS, "texts that end the output")
-    stop_regex = served(EXPRESSIONS, "regular expressions whose match ends the output")
+    stop_regex = served(
+        EXPRESSIONS, "regular expressions, as RE2 has them, whose match ends the output"
+    )
     stop_token_ids = served(TokenIds(), "tokens that end the output, beside the model's own")
     include_stop_str_in_output = served(
         Boolean(),

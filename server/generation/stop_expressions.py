@@ -1,40 +1,93 @@
 """Stop expressions: regular expressions that a client sends, and the server's loop runs.
 
-They are Python's (`re`), as SGLang's are. They are matched by `regex`, which can say of a text that
-it may be the beginning of a match, and gives up after a time. What it cannot bound is compiling: it
-writes out the least number of repetitions, so that `((a{999}){999}){999}` would fill the memory.
-Hence an expression is parsed by Python's own parser first, and its size is counted.
+They are matched by RE2, in time that grows with the text and never with its square or worse; a
+client may send anything. (`re` and `regex` backtrack. The latter's time limit is looked at too
+seldom to be one, and its table of a text of 1,000 characters takes 0.4 s.) So there are no
+references back and nothing looks ahead or behind, and \\d, \\w, \\s and \\b know ASCII alone.
 
-RE2 needs no such bounds, and has neither partial matches nor look-behind.
+RE2 cannot say of a text that it may be the beginning of a match. Hence an expression is read by
+Python's own parser, and written down twice: as it is, and as what matches its matches' beginnings.
 """
 
 from __future__ import annotations
 
 import re
-import time
 import warnings
 from re import _parser  # type: ignore[attr-defined]
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import regex
+import re2
 
 from runtime.errors import InvalidRequest, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Expression: TypeAlias = "regex.Pattern[str]"
+# Together they compile in some 5 ms, and look at a piece of text in 2 ms at worst (usually 10 us).
+MAX_CHARACTERS = 512
+MAX_PROGRAM = 2000  # RE2's instructions, of which most are for characters beyond ASCII
+# Longer matches are not found: so much text may be held back, and looked at again and again.
+LONGEST = 256
+# Text before the undecided part that \b can see.
+CONTEXT = 16
 
-# Together they compile in about 10 ms at worst, on the event loop (about 5 us a character, and
-# 0.5 us an item of the written-out form).
-MAX_CHARACTERS = 1024
-MAX_ITEMS = 10000
-# Processor time that the expressions of a text may take: this, and for each piece of text so much
-# more per expression. A usual search takes 8 us, most of them to set the limit of its time.
-SECONDS = 0.015
-SECONDS_A_PIECE = 0.0001
-# Text before the undecided part that look-behinds and \b can see.
-CONTEXT = 128
+_OPTIONS = re2.Options()
+_OPTIONS.log_errors = False
+_CATEGORIES = {
+    "CATEGORY_DIGIT": r"\d",
+    "CATEGORY_NOT_DIGIT": r"\D",
+    "CATEGORY_SPACE": r"\s",
+    "CATEGORY_NOT_SPACE": r"\S",
+    "CATEGORY_WORD": r"\w",
+    "CATEGORY_NOT_WORD": r"\W",
+}
+_PLACES = {
+    "AT_BEGINNING": "^",
+    "AT_BEGINNING_STRING": r"\A",
+    "AT_BOUNDARY": r"\b",
+    "AT_NON_BOUNDARY": r"\B",
+    "AT_END": "$",
+    "AT_END_STRING": r"\z",
+}
+_REPEATS = ("MAX_REPEAT", "MIN_REPEAT")
+_FLAGS = ((re.IGNORECASE, "i"), (re.MULTILINE, "m"), (re.DOTALL, "s"))
+
+
+class Expression:
+    """A compiled expression.
+
+    Raises: InvalidRequest: it is wrong, or not of those that RE2 has, or matches empty text.
+    """
+
+    __slots__ = ("_beginning", "_whole", "size", "source")
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what may mean something else in a later Python
+                parsed = _parser.parse(source)
+            flags = _flags(parsed.state.flags)
+            self._whole = re2.compile(flags + _whole(parsed), _OPTIONS)
+            self._beginning = re2.compile(rf"{flags}(?:{_beginning(parsed)})\z", _OPTIONS)
+        except RecursionError:
+            raise _wrong(source, "has too many groups, one within another") from None
+        except (re.error, re2.error, ValueError, OverflowError) as error:
+            told = error.args[0] if error.args else error
+            told = told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told)
+            raise _wrong(source, told) from None
+        self.size = self._whole.programsize + self._beginning.programsize
+        if self._whole.fullmatch(""):
+            raise _wrong(source, "matches empty text; it must match something")
+
+    def find(self, text: str, start: int) -> tuple[int, int] | None:
+        """The first match in a text from `start` on that is not empty."""
+        found = self._whole.search(text, start)
+        return None if found is None or found.end() == found.start() else found.span()
+
+    def undecided_from(self, text: str, start: int) -> int:
+        """The index from which the text may be the beginning of a match."""
+        return int(self._beginning.search(text, start).start())
 
 
 def compile_expressions(sources: tuple[str, ...]) -> tuple[Expression, ...]:
@@ -45,77 +98,78 @@ def compile_expressions(sources: tuple[str, ...]) -> tuple[Expression, ...]:
     total = sum(map(len, sources))
     if total > MAX_CHARACTERS:
         raise _refused(f"has {total} characters in all; at most {MAX_CHARACTERS} are allowed")
-    items = 0
-    found = []
-    for source in sources:
-        items += _size(source)
-        if items > MAX_ITEMS:
-            raise _refused(
-                f"{shown(source)}: its repetitions, one within another, are too many to write out"
-                f" (at most {MAX_ITEMS} items are allowed)"
-            )
-        found.append(_compiled(source))
-    return tuple(found)
+    found = tuple(map(Expression, sources))
+    if sum(one.size for one in found) > MAX_PROGRAM:
+        raise _refused(f"{shown(sources[0])}: is too large once its repetitions are written out")
+    return found
 
 
-def _size(source: str) -> int:
-    """Items of an expression.
-
-    Raises: InvalidRequest: it is none.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what may mean something else in a later Python
-            return _items(_parser.parse(source))
-    except (re.error, OverflowError, RecursionError) as error:
-        raise _wrong(source, error) from None
+def _whole(parsed: Any) -> str:
+    """RE2's text for an expression."""
+    return "".join(_item(str(operation), argument, _whole) for operation, argument in parsed)
 
 
-def _compiled(source: str) -> Expression:
-    try:
-        pattern = regex.compile(source)
-        empty = pattern.fullmatch("", timeout=SECONDS) is not None
-    except TimeoutError:
-        raise _refused(f"{shown(source)}: takes too long to match") from None
-    except Exception as error:  # a client's text may not find a hole of the library
-        raise _wrong(source, error) from None
-    if empty:
-        raise _refused(f"{shown(source)}: matches empty text; it must match something")
-    return pattern
-
-
-def _items(parsed: Any) -> int:
-    """Single characters, sets and positions of an expression once repetitions are written out."""
-    total = 0
-    for operation, argument in parsed:
+def _beginning(parsed: Any) -> str:
+    """RE2's text for what the texts of an expression begin with, the empty text among it."""
+    text = ""
+    for operation, argument in reversed(list(parsed)):
         name = str(operation)
-        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            least, _, body = argument
-            total += (least + 1) * _items(body)
+        if name in _REPEATS:
+            _, most, body = argument
+            most = "" if most == _parser.MAXREPEAT else max(int(most) - 1, 0)
+            begun = f"(?:{_whole(body)}){{0,{most}}}{_beginning(body)}"
+        elif name in ("SUBPATTERN", "BRANCH"):
+            begun = _item(name, argument, _beginning)
         else:
-            total += 1 + sum(map(_items, _bodies(name, argument)))
-    return total
+            text = f"(?:{_item(name, argument, _whole)}{text})?"
+            continue
+        text = f"(?:{begun}|{_item(name, argument, _whole)}{text})" if text else f"(?:{begun})"
+    return text
 
 
-def _bodies(name: str, argument: Any) -> Iterable[Any]:
-    """The expressions within one item."""
-    if name == "SUBPATTERN":
-        return (argument[3],)
+def _item(name: str, argument: Any, body: Any) -> str:
+    """RE2's text for one item. Args: body: writes the expressions within it."""
+    if name == "LITERAL":
+        return re.escape(chr(argument))
+    if name == "NOT_LITERAL":
+        return f"[^{re.escape(chr(argument))}]"
+    if name == "ANY":
+        return "."
+    if name == "IN":
+        return f"[{''.join(_member(str(kind), value) for kind, value in argument)}]"
+    if name == "AT":
+        return _PLACES[str(argument)]
     if name == "BRANCH":
-        return tuple(argument[1])
-    if name in ("ASSERT", "ASSERT_NOT"):
-        return (argument[1],)
-    if name == "ATOMIC_GROUP":
-        return (argument,)
-    if name == "GROUPREF_EXISTS":
-        return tuple(body for body in argument[1:] if body is not None)
-    return ()
+        return f"(?:{'|'.join(map(body, argument[1]))})"
+    if name == "SUBPATTERN":
+        _, added, removed, inner = argument
+        off = _flags(removed, "-")
+        return f"(?:{_flags(added)}{off}{body(inner)})"
+    if name in _REPEATS:
+        least, most, inner = argument
+        most = "" if most == _parser.MAXREPEAT else most
+        lazy = "?" if name == "MIN_REPEAT" else ""
+        return f"(?:{body(inner)}){{{least},{most}}}{lazy}"
+    raise ValueError(f"{name.lower().replace('_', ' ')} is not supported")
 
 
-def _wrong(source: str, error: Exception) -> InvalidRequest:
-    reason = str(error) or type(error).__name__
-    if isinstance(error, RecursionError):
-        reason = "has too many groups, one within another"
+def _member(kind: str, value: Any) -> str:
+    if kind == "NEGATE":
+        return "^"
+    if kind == "RANGE":
+        low, high = value
+        return f"{re.escape(chr(low))}-{re.escape(chr(high))}"
+    if kind == "CATEGORY":
+        return _CATEGORIES[str(value)]
+    return re.escape(chr(value))
+
+
+def _flags(flags: int, sign: str = "") -> str:
+    names = "".join(name for flag, name in _FLAGS if flags & flag)
+    return f"(?{sign}{names})" if names else ""
+
+
+def _wrong(source: str, reason: str) -> InvalidRequest:
     return _refused(f"{shown(source)}: {reason}")
 
 
@@ -126,11 +180,10 @@ def _refused(reason: str) -> InvalidRequest:
 class ExpressionScanner:
     """Where one text stands against its stop expressions."""
 
-    __slots__ = ("_before", "_expressions", "_left_s")
+    __slots__ = ("_before", "_expressions")
 
-    def __init__(self, expressions: tuple[Expression, ...]) -> None:
-        self._expressions = expressions
-        self._left_s = SECONDS
+    def __init__(self, expressions: Iterable[Expression]) -> None:
+        self._expressions = tuple(expressions)
         self._before = ""  # the end of what was let through
 
     def let_through(self, text: str) -> None:
@@ -139,41 +192,14 @@ class ExpressionScanner:
 
     def look(self, undecided: str) -> tuple[list[tuple[int, int, str]], int]:
         """Matches in the undecided text, as (start, end, source), and the index from which it may
-        be the beginning of one.
-
-        Raises: InvalidRequest: they have taken more time than a request's expressions may.
-        """
-        more_s = SECONDS_A_PIECE * len(self._expressions)
-        self._left_s = min(self._left_s + more_s, SECONDS)
+        be the beginning of one."""
+        before = len(self._before)
+        text = self._before + undecided
         matches = []
-        keep = len(undecided)
+        keep = len(text)
         for expression in self._expressions:
-            found = self._search(expression, undecided, partial=True)
-            if found is not None and found.partial:
-                keep = min(keep, found.start() - len(self._before))
-                found = self._search(expression, undecided, partial=False)
-            if found is not None and found.end() > found.start():
-                start, end = found.start() - len(self._before), found.end() - len(self._before)
-                matches.append((start, end, expression.pattern))
-        return matches, keep
-
-    def _search(
-        self, expression: Expression, undecided: str, *, partial: bool
-    ) -> regex.Match[str] | None:
-        while self._left_s > 0:
-            started = time.thread_time()
-            try:
-                return expression.search(
-                    self._before + undecided,
-                    pos=len(self._before),
-                    partial=partial,
-                    timeout=SECONDS,
-                )
-            except TimeoutError:
-                # By the clock on the wall: a thread that did not run is no fault of the client's.
-                continue
-            finally:
-                self._left_s -= time.thread_time() - started
-        raise _refused(
-            "the expressions take too long to match; give ones that need less backtracking"
-        )
+            found = expression.find(text, before)
+            if found is not None:
+                matches.append((found[0] - before, found[1] - before, expression.source))
+            keep = min(keep, expression.undecided_from(text, before))
+        return matches, max(keep - before, len(undecided) - LONGEST)

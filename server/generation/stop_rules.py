@@ -63,10 +63,7 @@ class StopScanner:
         self.matched: str | None = None  # the stop string, or the source of the expression
 
     def feed(self, text: str) -> str:
-        """The text that may be shown now. After a match, `matched` is set and nothing follows.
-
-        Raises: InvalidRequest: the stop expressions take too long.
-        """
+        """The text that may be shown now. After a match, `matched` is set and nothing follows."""
         if not text:
             return ""
         known = len(self._held)
