@@ -46,6 +46,9 @@ class ServerConfig:
     chat_template: str | None = option(
         None, "a Jinja chat template that replaces the model's", metavar="FILE"
     )
+    allow_special_in_content: bool = option(
+        False, "names of control tokens in what clients write into a conversation are these tokens"
+    )
     generation_config: str = option(
         "auto",
         "whose generation_config.json says how requests are sampled that do not say it: the"

@@ -37,6 +37,7 @@ def run(config: ServerConfig) -> int:
         context = tls_context(config)
         with answering_probes(sockets, context):
             service = make_service(config, load(config))
+            service.tokenizer.prepare()
             service.model_format.prepare()
     except LoomserveError as error:
         print(f"loomserve: {error}", file=sys.stderr)

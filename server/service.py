@@ -84,6 +84,8 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
     """The parts of a server, put together; its engine is not started yet."""
     runner, scheduler, tokenizer = parts.runner, parts.scheduler, parts.tokenizer
     tokenizer.limit_ids(runner.info.vocab_size)
+    if config.allow_special_in_content:
+        tokenizer.allow_special_in_content()
     model, *aliases = dict.fromkeys(config.served_model_name or (parts.model_name,))
     metrics = Metrics(model, scheduler.statistics, scheduler.waited_seconds, _cache_info(scheduler))
     engine = Engine(runner, scheduler, tokenizer, metrics, overlap=not config.disable_overlap)

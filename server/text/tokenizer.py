@@ -22,6 +22,7 @@ from server.text.detokenizer import (
 )
 from server.text.lanes import Lanes
 from server.text.least_tokens import LeastTokens, TokenLimit
+from server.text.special_names import SpecialNames
 from server.text.tokenizer_files import load_backend
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = {token.content: i for i, token in added.items()}
         self._unknown: dict[int, str] = {}  # tokens that the model has no embedding for
+        # Those that are read within words only belong to no template.
+        names = {t.content: i for i, t in added.items() if t.special and not t.single_word}
+        self._special_names = SpecialNames(backend, names) if names else None
         self.lanes = Lanes("text")
         self._kind = _decoder_kind(backend)
         self._least = _least_tokens(backend, vocabulary, bytewise=self._kind == "bytes")
@@ -108,6 +112,18 @@ class Tokenizer:
             self._unknown = {i: token for token, i in vocabulary.items() if i >= rows}
             self.bos_token_id = None if self.bos_token_id in self._unknown else self.bos_token_id
 
+    def allow_special_in_content(self) -> None:
+        """Reads, from now on, names of special tokens in what clients write as these tokens."""
+        self._special_names = None
+
+    def prepare(self) -> None:
+        """Makes ready what would hold up others if it were made for the first that needs it.
+
+        Raises: ModelError: names of special tokens cannot be told apart from these.
+        """
+        if self._special_names is not None and self.chat_template is not None:
+            _ = self._special_names.backend
+
     # Text to ids
 
     def encode(
@@ -140,15 +156,27 @@ class Tokenizer:
         Raises: InvalidRequest: a text cannot be tokenized, or holds a token that the model's
             embedding has no row for. ContextTooLong.
         """
+        self._check_least(texts, param, most)
+        return self._encoded(self.backend, texts, add_special_tokens, param, most)
+
+    def _check_least(self, texts: Sequence[str], param: str, most: TokenLimit | None) -> None:
+        """Raises: ContextTooLong: seen without tokenizing."""
         if most is not None:
             for text in texts:
                 if self._least.exceed(text, most.tokens):
                     raise _too_long(param, f"{len(text)} characters", most)
+
+    def _encoded(
+        self,
+        backend: tokenizers.Tokenizer,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        param: str,
+        most: TokenLimit | None,
+    ) -> list[list[int]]:
         # The batch call gives up the GIL while it works; `encode` does not (measured: 0.7 s).
         try:
-            batch = self.backend.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
+            batch = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequest(f"{param}: cannot be tokenized: {error}", param=param) from None
         for encoding in batch:
@@ -175,12 +203,21 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a conversation, on the calling thread. Options are those of `ChatTemplate.render`.
 
+        The template's special tokens are these; their names in what clients wrote are plain text
+        (see special_names.py), unless `allow_special_in_content` was called.
+
         Raises: InvalidRequest: the model has no chat template, or it refuses the messages.
             ContextTooLong: see `encode_all`.
         """
         text = self.render_chat(messages, **options)
+        self._check_least([text], "messages", most)
+        backend, names = self.backend, self._special_names
+        if names is not None:
+            apart = names.tell_apart(text, messages, options, self.render_chat)
+            if apart is not None:
+                text, backend = apart, names.backend
         # Templates write their own special tokens.
-        return self.encode(text, add_special_tokens=False, param="messages", most=most)
+        return self._encoded(backend, [text], False, "messages", most)[0]
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt text of a conversation; see `encode_chat`."""

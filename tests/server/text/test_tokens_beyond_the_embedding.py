@@ -32,14 +32,6 @@ def service(template=TOOLS_TEMPLATE):
         pytest.param("/v1/completions", {"prompt": ["hi", IMAGE]}, "prompt", id="prompts"),
         pytest.param("/generate", {"text": IMAGE}, "prompt", id="generate"),
         pytest.param("/tokenize", {"prompt": IMAGE}, "prompt", id="tokenize"),
-        pytest.param("/v1/chat/completions", {"messages": IN_CHAT}, "messages", id="chat"),
-        pytest.param("/v1/responses", {"input": IMAGE}, "messages", id="responses"),
-        pytest.param(
-            "/v1/messages", {"messages": IN_CHAT, "max_tokens": 4}, "messages", id="messages"
-        ),
-        pytest.param(
-            "/v1/chat/completions", {"messages": CHAT, "tools": [TOOL]}, "messages", id="tools"
-        ),
         pytest.param(
             "/v1/chat/completions",
             {"messages": CHAT, "chat_template_kwargs": {"extra": IMAGE}},
@@ -59,6 +51,24 @@ async def test_a_name_of_an_unknown_token_is_refused_and_named(path, body, param
         assert f"{param}: holds '{IMAGE}', token {VOCAB_SIZE} of the tokenizer" in error["message"]
         assert f"end at {VOCAB_SIZE - 1}" in error["message"]
         await server.complete(max_tokens=2)  # and others are served
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param("/v1/chat/completions", {"messages": IN_CHAT}, id="chat"),
+        pytest.param("/v1/responses", {"input": IMAGE}, id="responses"),
+        pytest.param("/v1/messages", {"messages": IN_CHAT, "max_tokens": 4}, id="messages"),
+        pytest.param("/v1/chat/completions", {"messages": CHAT, "tools": [TOOL]}, id="tools"),
+    ],
+)
+async def test_in_a_conversation_the_name_is_plain_text_unless_names_are_tokens(path, body):
+    async with fake_server(service()) as server:
+        assert (await server.post(path, body))[0] == 200
+        server.service.tokenizer.allow_special_in_content()
+        status, answer = await server.post(path, body)
+        assert status == 400
+        assert f"messages: holds '{IMAGE}'" in answer["error"]["message"]
 
 
 async def test_a_stop_string_that_names_one_stays_a_string():
