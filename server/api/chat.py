@@ -9,9 +9,9 @@ import orjson
 from aiohttp import web
 
 from runtime.errors import InvalidRequest
-from server.api.answers import OpenAIAnswer, answer, finish_name, usage_body
+from server.api.answers import OpenAIAnswer, finish_name, usage_body
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
-from server.api.chat_plan import EFFORTS, Conversation, LastMessageFields, plan_chat
+from server.api.chat_plan import EFFORTS, Conversation, LastMessageFields, answer_chat
 from server.api.fields import ignored, refused, required, served
 from server.api.generation_fields import OpenAIFields
 from server.api.incoming import read_body
@@ -19,7 +19,6 @@ from server.api.kinds import MAX_LOGPROBS, Boolean, Choice, Integer
 from server.api.logprobs import chat_logprobs
 from server.formats.events import CallArguments, CallStart, Reasoning, Text
 from server.http.sse import event
-from server.service import SERVICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,18 +94,8 @@ class ChatBody(LastMessageFields, OpenAIFields):
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    service = request.app[SERVICE]
     body = await read_body(request, ChatBody)
-    params = body.generation(service.limits)
-    plan = await plan_chat(request, body.conversation, params, body.rules())
-    return await answer(
-        request,
-        [plan.prompt_ids],
-        plan.params,
-        lambda generation: ChatAnswer(generation, service, plan.new_parser),
-        prefix="chatcmpl",
-        client_id=body.request_id,
-    )
+    return await answer_chat(request, body, ChatAnswer, prefix="chatcmpl")
 
 
 _AFTER = b'},"logprobs":null,"finish_reason":null}]}\n\n'

@@ -1,13 +1,14 @@
 """What every chat amounts to, whatever protocol it came by: fields of how it is rendered, the
-conversation, and the plan of its answer.
+conversation, the plan of its answer, and the answer's way out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import InvalidRequest
+from server.api.answers import answer
 from server.api.fields import Body, refused, served
 from server.api.incoming import beside
 from server.api.kinds import Boolean, JsonObject
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from server.api.answers import Answer
     from server.formats.model_format import AnswerParser
     from server.formats.tools import Message, ToolRequest
-    from server.generation.params import GenerationParams
+    from server.generation.generator import Generation
+    from server.generation.params import ApiLimits, GenerationParams
     from server.grammars.output_rules import OutputRule
     from server.service import Service
     from server.text.least_tokens import TokenLimit
@@ -124,28 +127,59 @@ class ChatPlan:
     new_parser: Callable[[], AnswerParser]
 
 
-async def plan_chat(
+class ChatRequest(Protocol):
+    """A body that asks to go on with a conversation, in whatever form.
+
+    `conversation` may take long, so it is called beside the event loop; `rules` says what the
+    answer must look like.
+    """
+
+    @property
+    def request_id(self) -> str | None: ...
+
+    def conversation(self) -> Conversation: ...
+
+    def generation(self, limits: ApiLimits) -> GenerationParams: ...
+
+    def rules(self) -> list[OutputRule]: ...
+
+
+async def answer_chat(
     request: web.Request,
-    conversation_of: Callable[[], Conversation],
-    params: GenerationParams,
-    rules: Sequence[OutputRule],
+    body: ChatRequest,
+    new_answer: Callable[[Generation, Service, Callable[[], AnswerParser]], Answer],
     *,
-    counted: bool = False,
-) -> ChatPlan:
+    prefix: str,
+) -> web.StreamResponse:
+    """Goes on with a conversation, and answers; see `answer`.
+
+    Args: new_answer: makes the answer; it is given what makes a parser of one choice's text.
+    Raises: InvalidRequest.
+    """
+    service = request.app[SERVICE]
+    plan = await plan_chat(request, body)
+    return await answer(
+        request,
+        [plan.prompt_ids],
+        plan.params,
+        lambda generation: new_answer(generation, service, plan.new_parser),
+        prefix=prefix,
+        client_id=body.request_id,
+    )
+
+
+async def plan_chat(request: web.Request, body: ChatRequest, *, counted: bool = False) -> ChatPlan:
     """Renders a chat's prompt, and checks what rules its answer.
 
-    Args:
-        conversation_of: makes the conversation; where it is long, beside the event loop.
-        rules: what the answer must look like.
-        counted: the prompt is only made to be counted, so it may be longer than the context.
-
+    Args: counted: the prompt is only made to be counted, so it may be longer than the context.
     Raises: InvalidRequest.
     """
     service = request.app[SERVICE]
     model_format = service.model_format
+    params = body.generation(service.limits)
 
     def rendered() -> tuple[list[int], ToolRequest | None, str]:
-        conversation = conversation_of()
+        conversation = body.conversation()
         messages, tools = _parsed(conversation)
         most = service.limits.counted if counted else service.limits.prompt
         ids = _encode(conversation, messages, tools, service, most)
@@ -154,7 +188,7 @@ async def plan_chat(
 
     prompt_ids, tools, begun = await beside(request, rendered)
     params = await model_format.constrained(
-        params, rules, tools=tools, prompt_ids=prompt_ids, begun=begun
+        params, body.rules(), tools=tools, prompt_ids=prompt_ids, begun=begun
     )
     return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, tools, begun))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from server.api.answers import answer
-from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, plan_chat
+from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, answer_chat, plan_chat
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
 from server.api.generation_fields import GeneratingBody
 from server.api.grammar_fields import SCHEMA
@@ -16,7 +15,10 @@ from server.api.kinds import Boolean, Choice, Either, Form, Integer, Items, Json
 from server.api.messages_answer import AnthropicAnswer
 from server.generation.stop_rules import MAX_CHARACTERS
 from server.grammars.output_rules import OutputRule
-from server.service import SERVICE, json_response
+from server.service import json_response
+
+if TYPE_CHECKING:
+    from server.generation.params import ApiLimits, GenerationParams
 
 Message = dict[str, Any]
 CACHED = tuple(ignored("prefixes are always cached", "cache_control"))
@@ -298,11 +300,17 @@ class MessageBody(ConversationBody):
 
     max_tokens = required(Integer(1), "tokens of the answer at most")
 
+    def generation(self, limits: ApiLimits) -> GenerationParams:
+        return self.params(limits, self.max_tokens)
+
 
 class CountTokensBody(ConversationBody):
     """The body of /v1/messages/count_tokens."""
 
     max_tokens = served(Integer(1), "changes no count")
+
+    def generation(self, limits: ApiLimits) -> GenerationParams:
+        return self.params(limits, None)
 
 
 def joined(content: str | list[TextBlock] | None) -> str:
@@ -324,26 +332,13 @@ def _choice(given: ToolUseChoice | NamedToolUse | None) -> tuple[Any, bool]:
 
 async def messages(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages."""
-    service = request.app[SERVICE]
     body = await read_body(request, MessageBody)
-    params = body.params(service.limits, body.max_tokens)
-    plan = await plan_chat(request, body.conversation, params, body.rules())
-    return await answer(
-        request,
-        [plan.prompt_ids],
-        plan.params,
-        lambda generation: AnthropicAnswer(generation, service, plan.new_parser),
-        prefix="msg",
-        client_id=body.request_id,
-    )
+    return await answer_chat(request, body, AnthropicAnswer, prefix="msg")
 
 
 async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens: the tokens of the prompt that /v1/messages would make."""
-    body = await read_body(request, CountTokensBody)
-    service = request.app[SERVICE]
-    params = body.params(service.limits, None)
-    plan = await plan_chat(request, body.conversation, params, body.rules(), counted=True)
+    plan = await plan_chat(request, await read_body(request, CountTokensBody), counted=True)
     return json_response({"input_tokens": len(plan.prompt_ids)})
 
 

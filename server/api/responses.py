@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from runtime.errors import wrong
-from server.api.answers import answer
 from server.api.chat_messages import ANY_TOOL, CONTENT, NAME
-from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, plan_chat
+from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, answer_chat
 from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
 from server.api.generation_fields import GeneratingBody
 from server.api.grammar_fields import (
@@ -22,7 +22,6 @@ from server.api.incoming import read_body
 from server.api.kinds import Boolean, Checked, Choice, Either, Integer, Items, JsonObject, Text
 from server.api.responses_answer import ResponseAnswer
 from server.grammars.output_rules import OutputRule
-from server.service import SERVICE
 
 if TYPE_CHECKING:
     from server.generation.params import ApiLimits, GenerationParams
@@ -280,18 +279,10 @@ def _messages(given: str | list[Body]) -> list[Item]:
 
 async def responses(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
-    service = request.app[SERVICE]
     body = await read_body(request, ResponseBody)
-    params = body.generation(service.limits)
-    plan = await plan_chat(request, body.conversation, params, body.rules())
     repeated = {**body.given, "temperature": body.temperature, "top_p": body.top_p}
-    return await answer(
-        request,
-        [plan.prompt_ids],
-        plan.params,
-        lambda generation: ResponseAnswer(generation, service, plan.new_parser, repeated),
-        prefix="resp",
-        client_id=body.request_id,
+    return await answer_chat(
+        request, body, partial(ResponseAnswer, request=repeated), prefix="resp"
     )
 
 
