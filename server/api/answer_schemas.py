@@ -75,7 +75,9 @@ ANSWERS: dict[str, Schema] = {
             "role": const("assistant"),
             "model": STRING,
             "content": array(record({"type": const("text", "thinking", "tool_use")})),
-            "stop_reason": const("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+            "stop_reason": const(
+                "end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"
+            ),
             "usage": record({"input_tokens": INTEGER, "output_tokens": INTEGER}),
         },
         {"stop_sequence": STRING},

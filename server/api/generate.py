@@ -231,6 +231,8 @@ def _finish_body(finish: Finish | None, tokens: int) -> dict[str, Any] | None:
         return None
     if finish.reason.value == "length":
         return {"type": "length", "length": tokens}
+    if finish.reason.value == "abort":
+        return {"type": "abort", "message": finish.message}
     return {"type": finish.reason.value, "matched": finish.matched}
 
 
