@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
 from tests.fakes import fake_runner, fake_server
 
 MESSAGES = [{"role": "user", "content": "Count"}]
-ROUTES = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 900},
     "/v1/completions": {"prompt": "Count", "max_tokens": 900},
     "/v1/responses": {"input": "Count", "max_output_tokens": 900},
@@ -72,7 +73,7 @@ async def nothing(server):
     """The request's own time-out comes."""
 
 
-BREAKS = {
+BREAKS: dict[str, tuple[Any, dict[str, Any], int, str]] = {
     "the server stops": (stopped, {}, 503, "the server is stopping"),
     "the engine dies": (dead, {}, 503, "the engine has stopped"),
     "its time is up": (nothing, {"timeout": 0.2}, 504, "timed out"),
