@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,9 +18,50 @@ if TYPE_CHECKING:
     from server.service import Service
 
 
-def progress(message: str) -> None:
-    """A line of what is being done."""
-    print(f"loomserve: {message}", file=sys.stderr, flush=True)
+_COUNTED = re.compile(r"(?P<what>[^:]+): (?P<done>\d+) of (?P<all>\d+) .+")
+_BAR_CELLS = 20
+_EVERY_S = 2.0
+
+
+class Progress:
+    """Tells what is being done: lines, and for what can be counted ("converting: 3 of 9 tensors") a
+    bar on a terminal, elsewhere a line every two seconds. Several things may go on at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bars: dict[str, str] = {}
+        self._told_s: dict[str, float] = {}
+
+    def __call__(self, message: str) -> None:
+        counted = _COUNTED.fullmatch(message)
+        with self._lock:
+            if counted is None:
+                self._bars.clear()  # what still goes on is drawn again with its next report
+                self._write(f"loomserve: {message}\n")
+            elif counted["done"] == counted["all"]:
+                self._bars.pop(counted["what"], None)
+                self._write(f"loomserve: {message}\n")
+            elif sys.stderr.isatty():
+                self._bars[counted["what"]] = _bar(counted)
+                self._write("")
+            elif time.monotonic() - self._told_s.get(counted["what"], -_EVERY_S) >= _EVERY_S:
+                self._told_s[counted["what"]] = time.monotonic()
+                self._write(f"loomserve: {message}\n")
+
+    def _write(self, lines: str) -> None:
+        """Lines above the bars."""
+        clear = "\r\033[K" if sys.stderr.isatty() else ""
+        bars = "loomserve: " + "  ".join(self._bars.values()) if self._bars else ""
+        print(f"{clear}{lines}{bars}", end="", file=sys.stderr, flush=True)
+
+
+def _bar(counted: re.Match[str]) -> str:
+    done, total = int(counted["done"]), int(counted["all"])
+    full = _BAR_CELLS * done // max(1, total)
+    return f"{counted['what']} [{'#' * full}{'.' * (_BAR_CELLS - full)}] {done}/{total}"
+
+
+progress = Progress()
 
 
 def set_up_logging(config: ServerConfig) -> None:

@@ -30,26 +30,20 @@ def load(config: ServerConfig) -> Parts:
 
     Raises: LoomserveError: of the kind that says what cannot be loaded, and why.
     """
-    from runtime.checkpoints.embedded import ensure_embedded_model
-    from runtime.checkpoints.model_folder import model_folder
+    from runtime.execution.early_kernels import compiling_kernels
 
-    assert config.runner.cache_dir is not None
-    cache_dir = Path(config.runner.cache_dir)
-    if config.runner.model is None:
-        path, name = ensure_embedded_model(cache_dir, progress), EMBEDDED_NAME
-    else:
-        path = Path(config.runner.model).expanduser()
-        name = path.resolve().name.removesuffix(".gguf")
-    folder = model_folder(path, cache_dir, progress)
-    defaults = sampling_defaults(config.generation_config, folder)
-    template = Path(config.chat_template) if config.chat_template is not None else None
-    with ThreadPoolExecutor(1) as pool:
-        # Importing torch takes longer than the tokenizer, and lets other threads run.
-        loading = pool.submit(Tokenizer.load, folder, template)
-        from runtime.execution.build import build_runner
-        from runtime.execution.warm_up import time_step
+    with compiling_kernels(config.runner, progress) as kernels_done:
+        name, folder = _model_files(config)
+        defaults = sampling_defaults(config.generation_config, folder)
+        template = Path(config.chat_template) if config.chat_template is not None else None
+        with ThreadPoolExecutor(1) as pool:
+            # Importing torch takes longer than the tokenizer, and lets other threads run.
+            loading = pool.submit(Tokenizer.load, folder, template)
+            from runtime.execution.build import build_runner
+            from runtime.execution.warm_up import time_step
 
-        tokenizer = loading.result()
+            tokenizer = loading.result()
+        kernels_done()
     runner, info = build_runner(
         config.runner,
         page_size=config.scheduler.page_size,
@@ -78,6 +72,21 @@ def load(config: ServerConfig) -> Parts:
         defaults,
         ModelSource(config.runner.model or name, info.model_type, info.architectures),
     )
+
+
+def _model_files(config: ServerConfig) -> tuple[str, Path]:
+    """The model's name, and the folder of its config and tokenizer."""
+    from runtime.checkpoints.embedded import ensure_embedded_model
+    from runtime.checkpoints.model_folder import model_folder
+
+    assert config.runner.cache_dir is not None
+    cache_dir = Path(config.runner.cache_dir)
+    if config.runner.model is None:
+        path, name = ensure_embedded_model(cache_dir, progress), EMBEDDED_NAME
+    else:
+        path = Path(config.runner.model).expanduser()
+        name = path.resolve().name.removesuffix(".gguf")
+    return name, model_folder(path, cache_dir, progress)
 
 
 def sampling_defaults(option: str, folder: Path) -> SamplingDefaults:

@@ -17,9 +17,11 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
+FOLDER = "kernels"  # in the cache folder
 _CHECKSUM = ".sha256"  # of the file beside a library; a mapped library that is cut short kills us
 _PARTIAL = ".partial-"
 
@@ -77,6 +80,22 @@ def available_paths() -> list[str]:
     return [path for path, needed in INSTRUCTION_PATHS.items() if have.issuperset(needed)]
 
 
+def choose_path(wanted: str | None = None) -> str:
+    """The instruction path that is wanted, or the best of this CPU.
+
+    Raises:
+        KernelBuildError: this CPU does not have it, or none.
+    """
+    available = available_paths()
+    if not available:
+        raise KernelBuildError("this CPU has none of the supported instruction sets")
+    if wanted is None:
+        return available[0]
+    if wanted not in available:
+        raise KernelBuildError(f"instruction path {wanted!r}: this CPU has {', '.join(available)}")
+    return wanted
+
+
 def find_compiler() -> str:
     """The C++ compiler: $CXX, else the first of `COMPILERS` on the path.
 
@@ -107,7 +126,7 @@ def build_library(
             message holds the end of its output), or others may write to the cache.
     """
     flags = (*COMPILE_FLAGS, *machine_flags(path), *extra_flags)
-    folder = cache_dir / "kernels"
+    folder = cache_dir / FOLDER
     stem = f"{path}-{_digest(flags)}"
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -127,6 +146,16 @@ def build_library(
     except OSError as error:
         raise KernelBuildError(f"the CPU kernels cannot be written to {folder}: {error}") from error
     return target
+
+
+def is_built(path: str, cache_dir: Path) -> bool:
+    """Whether the cache has a library for an instruction path, by whatever compiler.
+
+    Raises:
+        KernelBuildError: others may write to it.
+    """
+    digest = _digest((*COMPILE_FLAGS, *machine_flags(path)))
+    return any(map(is_whole, (cache_dir / FOLDER).glob(f"{path}-{digest}-*.so")))
 
 
 def check_owner(path: Path) -> None:
@@ -187,19 +216,21 @@ def _build(
     compiler: str, flags: Sequence[str], target: Path, progress: Callable[[str], None]
 ) -> None:
     sources = sorted(SOURCES.glob("*.cpp"))
-    progress(f"compiling {len(sources)} files of CPU kernels for {target.name}")
+    progress(f"compiling the CPU kernels (once), for {target.name}")
     for leftover in target.parent.glob(f"{_PARTIAL}*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=target.parent) as work:
         objects = [Path(work) / f"{source.stem}.o" for source in sources]
 
-        def compile_one(pair: tuple[Path, Path]) -> None:
-            source, out = pair
-            _run([compiler, *flags, "-c", str(source), "-o", str(out)])
-            progress(f"compiled {source.name}")
-
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(compile_one, zip(sources, objects, strict=True)))
+            commands = [
+                [compiler, *flags, "-c", str(source), "-o", str(out)]
+                for source, out in zip(sources, objects, strict=True)
+            ]
+            runs = [pool.submit(_run, command) for command in commands]
+            for count, run in enumerate(as_completed(runs), 1):
+                run.result()
+                progress(f"compiling: {count} of {len(sources)} files of CPU kernels")
         library = Path(work) / target.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(library)])
         library.chmod(0o755)  # whatever the umask
@@ -214,3 +245,7 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise KernelBuildError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+
+
+if __name__ == "__main__":  # python -m ops.cpu.build CACHE_DIR: what this machine needs
+    build_library(choose_path(), Path(sys.argv[1]), partial(print, flush=True))

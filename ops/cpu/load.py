@@ -53,7 +53,7 @@ def load_cpu_ops(
     if options.kernels == "torch":
         return CpuOps(), "torch, as asked for"
     try:
-        path = _choose_path(options.path)
+        path = build.choose_path(options.path)
         file = build.build_library(path, options.cache_dir or build.default_cache_dir(), progress)
     except build.KernelBuildError as error:
         if options.kernels == "native":
@@ -63,16 +63,3 @@ def load_cpu_ops(
         return CpuOps(), f"torch: {reason.splitlines()[0]}"
     library = Library(file, options.threads, options.pinning)
     return NativeOps(library), f"native {path}, {library.threads} threads"
-
-
-def _choose_path(wanted: str | None) -> str:
-    available = build.available_paths()
-    if not available:
-        raise build.KernelBuildError("this CPU has none of the supported instruction sets")
-    if wanted is None:
-        return available[0]
-    if wanted not in available:
-        raise build.KernelBuildError(
-            f"instruction path {wanted!r}: this CPU has {', '.join(available)}"
-        )
-    return wanted

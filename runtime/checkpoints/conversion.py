@@ -33,8 +33,7 @@ def _bfloat16_tensors(
     checkpoint: GgufCheckpoint, progress: Callable[[str], None]
 ) -> Iterator[RawTensor]:
     for index, (name, info) in enumerate(checkpoint.tensors.items()):
-        if index % 60 == 59:
-            progress(f"converting: {index + 1} of {len(checkpoint.tensors)} tensors")
+        progress(f"converting: {index + 1} of {len(checkpoint.tensors)} tensors")
         raw = checkpoint.read(name)
         if raw.dtype != "bfloat16":
             values = np.frombuffer(raw.buffer, np.dtype(raw.dtype))

@@ -101,7 +101,7 @@ class _Reader:
         if time.monotonic() - self._reported > _PROGRESS_S:
             self._reported = time.monotonic()
             total = len(self._checkpoint.tensors)
-            self._progress(f"loading tensor {total - len(self._left) + 1} of {total}")
+            self._progress(f"loading: {total - len(self._left) + 1} of {total} tensors")
 
     def shared(self, source: Source, make: Callable[[], Tensor]) -> Tensor:
         if id(source) not in self._shared:
