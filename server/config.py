@@ -8,7 +8,7 @@ from runtime.config import RunnerConfig, SchedulerOptions
 from runtime.errors import ConfigError
 from runtime.options import check_options, option
 from server.formats.reasoning import REASONING_FAMILIES
-from server.formats.tools import TOOL_FAMILIES
+from server.formats.tool_families import TOOL_FAMILIES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
     from server.api.answers import Answer
     from server.formats.model_format import AnswerParser
-    from server.formats.tools import Message, ToolRequest
+    from server.formats.tools import ToolRequest
     from server.generation.generator import Generation
     from server.generation.params import ApiLimits, GenerationParams
     from server.grammars.output_rules import OutputRule
     from server.service import Service
+    from server.text.chat_template import Message
     from server.text.least_tokens import TokenLimit
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

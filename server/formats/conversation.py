@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from server.formats.template_traits import TemplateTraits
-    from server.formats.tools import Tool, ToolFamily
+    from server.formats.tool_families import ToolFamily
+    from server.formats.tools import Tool
     from server.text.chat_template import Message
 
 # The newer names mean the same; templates know the old ones.

@@ -11,8 +11,8 @@ from server.formats.conversation import fit
 from server.formats.events import Reasoning, Text
 from server.formats.reasoning import ReasoningParser, reasoning_family
 from server.formats.template_traits import TemplateTraits, find_traits
+from server.formats.tool_families import answer_source, tool_family
 from server.formats.tool_parser import mistral_call_id
-from server.formats.tools import answer_source, tool_family
 from server.grammars import sources
 from server.grammars.compiler import GrammarCompiler, check_length, hugging_face_tokenizer
 from server.grammars.output_rules import source_of
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
     from server.formats.events import Event
     from server.formats.tool_parser import ToolCallParser
-    from server.formats.tools import Message, ToolRequest
+    from server.formats.tools import ToolRequest
     from server.generation.params import GenerationParams
     from server.grammars.output_rules import OutputRule
     from server.grammars.sources import Source
+    from server.text.chat_template import Message
     from server.text.tokenizer import Tokenizer
 
 # The tail of a prompt that shows whether it has begun the reasoning.

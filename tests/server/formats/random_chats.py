@@ -30,7 +30,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from runtime.errors import InvalidRequest, ModelError
 from server.formats.conversation import fit, parse_messages
 from server.formats.template_traits import find_traits
-from server.formats.tools import TOOL_FAMILIES, parse_tools
+from server.formats.tool_families import TOOL_FAMILIES
+from server.formats.tools import parse_tools
 from server.text.chat_template import ChatTemplate
 
 OWN = Path(__file__).parent.parent / "text" / "templates"

@@ -10,7 +10,8 @@ import pytest
 from server.formats.conversation import fit, parse_messages
 from server.formats.events import CallArguments, CallStart
 from server.formats.template_traits import TemplateTraits
-from server.formats.tools import TOOL_FAMILIES, parse_tools
+from server.formats.tool_families import TOOL_FAMILIES
+from server.formats.tools import parse_tools
 from server.text.chat_template import ChatTemplate
 from tests.server.formats.random_chats import own_templates
 from tests.values import present

@@ -19,7 +19,8 @@ from tokenizers import decoders, models, normalizers
 from runtime.errors import InvalidRequest
 from server.api.grammar_fields import GrammarFields
 from server.api.incoming import read_value
-from server.formats.tools import TOOL_FAMILIES, answer_source, parse_tools, tool_family
+from server.formats.tool_families import TOOL_FAMILIES, answer_source, tool_family
+from server.formats.tools import parse_tools
 from server.generation.params import ApiLimits
 from server.grammars import sources
 from server.grammars.compiler import GrammarCompiler, hugging_face_tokenizer

@@ -14,7 +14,8 @@ from runtime.checkpoints.gguf_tokenizer import write_tokenizer
 from runtime.errors import InvalidRequest
 from server.formats.conversation import fit, parse_messages
 from server.formats.template_traits import find_traits
-from server.formats.tools import TOOL_FAMILIES, parse_tools
+from server.formats.tool_families import TOOL_FAMILIES
+from server.formats.tools import parse_tools
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from tests.fakes import CHATML, IM_END, IM_START, byte_tokenizer, fake_server
