@@ -31,6 +31,16 @@ class ServerConfig:
         metavar="NAME",
         otherwise="its folder's",
     )
+    kv_events: str | None = option(
+        None,
+        "ZMQ endpoint at which changes of the prefix cache are published in vLLM's format, such as"
+        " tcp://*:5557; one without * is connected to",
+        metavar="ENDPOINT",
+    )
+    kv_events_replay: str | None = option(
+        None, "ZMQ endpoint at which missed events can be asked for", metavar="ENDPOINT"
+    )
+    kv_events_topic: str = option("", "topic of the events, such as kv@POD@MODEL", metavar="TOPIC")
     weight_version: str = option(
         "default", "what /model_info calls the weights, for who rolls out new ones", metavar="NAME"
     )
@@ -115,6 +125,10 @@ class ServerConfig:
         check_options(self)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile: both or neither must be given")
+        if self.kv_events is None and (self.kv_events_replay or self.kv_events_topic):
+            raise ConfigError("kv_events_replay and kv_events_topic: need kv_events")
+        if self.kv_events is not None and self.scheduler.disable_radix_cache:
+            raise ConfigError("kv_events with disable_radix_cache: there is no cache to tell of")
         _check_chunking(self.scheduler)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from runtime.errors import ConfigError
 from server.formats.model_format import ModelFormat
 from server.generation.engine import Engine
 from server.generation.generator import Generator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from runtime.runner import Runner
     from runtime.scheduling.scheduler import Scheduler
     from server.config import ServerConfig
+    from server.generation.kv_events import KVEventPublisher
     from server.text.tokenizer import Tokenizer
 
 
@@ -88,7 +90,14 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         tokenizer.allow_special_in_content()
     model, *aliases = dict.fromkeys(config.served_model_name or (parts.model_name,))
     metrics = Metrics(model, scheduler.statistics, scheduler.waited_seconds, _cache_info(scheduler))
-    engine = Engine(runner, scheduler, tokenizer, metrics, overlap=not config.disable_overlap)
+    engine = Engine(
+        runner,
+        scheduler,
+        tokenizer,
+        metrics,
+        overlap=not config.disable_overlap,
+        kv_events=_kv_events(config, scheduler),
+    )
     limits = ApiLimits(
         model=model,
         aliases=tuple(aliases),
@@ -128,6 +137,21 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         connections=connections,
         source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,
+    )
+
+
+def _kv_events(config: ServerConfig, scheduler: Scheduler) -> KVEventPublisher | None:
+    if config.kv_events is None:
+        return None
+    try:
+        from server.generation.kv_events import KVEventPublisher
+    except ImportError:
+        raise ConfigError(
+            "kv_events: needs pyzmq and msgspec; pip install 'loomserve[kv-events]'"
+        ) from None
+    watched = scheduler.memory.watch()
+    return KVEventPublisher(
+        watched, config.kv_events, config.kv_events_replay, config.kv_events_topic
     )
 
 

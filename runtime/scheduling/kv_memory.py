@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
+from runtime.scheduling.cache_events import ROOT, CacheEvents
 from runtime.scheduling.page_allocator import PageAllocator
 from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache
 from runtime.scheduling.radix_tree import TOKEN_BYTES, Place
@@ -60,6 +61,7 @@ class KVMemory:
         self.cache_enabled = not config.disable_radix_cache
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
         self.shares: list[Share] = []  # of steps not committed, oldest first
+        self.events: CacheEvents | None = None
         longest = min(self.allocator.num_pages, -(-config.context_length // config.page_size) + 1)
         self._indices = array("i", range(longest))
 
@@ -88,6 +90,11 @@ class KVMemory:
 
     def unlock(self, node: Node | None) -> None:
         self.cache.unlock(node)
+
+    def watch(self) -> CacheEvents:
+        """What is told of the cache from now on, while nothing is in it yet."""
+        self.events = self.cache.events = CacheEvents(self.page_size)
+        return self.events
 
     # A request's life
 
@@ -157,6 +164,8 @@ class KVMemory:
         own = pages[: known // size]
         if own:
             self._drop_duplicates(request, own, self.cache.pages(end, first, first + known))
+        if self.events is not None and known < len(key) // TOKEN_BYTES:
+            self._tell_stored(request, first + known, end, pages[known // size :], key)
         self.cache.move_lock(record.node, end)
         if record.last_step > self.allocator.done_step:
             self.shares.append(Share(request, record.last_step, first, own))
@@ -165,6 +174,17 @@ class KVMemory:
         record.node = end
         record.tree_tokens = tokens
         record.place = Place(end, tokens, self.cache.tree.losses)
+
+    def _tell_stored(
+        self, request: Request, first: int, end: Node, pages: array[int], key: bytes
+    ) -> None:
+        """Tells of pages that are new in the tree. Args: first: tokens before them."""
+        assert self.events is not None
+        size = self.page_size
+        before = self.cache.pages(end, first - size, first) if first else [ROOT]
+        new = key[-len(pages) * size * TOKEN_BYTES :]
+        step, done = request.scheduling.last_step, self.allocator.done_step
+        self.events.stored(before[0], request.namespace, new, pages, step, done)
 
     def _drop_duplicates(self, request: Request, own: array[int], kept: array[int]) -> None:
         """Puts the tree's pages in the place of a request's own behind those it has there."""
@@ -186,6 +206,8 @@ class KVMemory:
     def step_done(self, step: int) -> None:
         """A step is committed: what it put into the cache stays, what waited for it is free."""
         self.allocator.step_done(step)
+        if self.events is not None:
+            self.events.step_done(step)
         if self.shares:
             self.shares = [share for share in self.shares if share.step > step]
 

@@ -30,6 +30,7 @@ from runtime.scheduling.radix_tree import (
 )
 
 if TYPE_CHECKING:
+    from runtime.scheduling.cache_events import CacheEvents
     from runtime.scheduling.page_allocator import PageAllocator
     from runtime.scheduling.radix_tree import Node
 
@@ -73,6 +74,7 @@ class RadixCache:
         self.protected_tokens = 0
         self.tree = RadixTree(allocator.page_size, node_tokens)
         self.order = EvictionOrder()
+        self.events: CacheEvents | None = None  # is told what leaves the tree
         self._allocator = allocator
         self._tick = 0
 
@@ -278,18 +280,25 @@ class RadixCache:
     def _evict_tail(self, leaf: Node, count: int) -> None:
         self.evictable_tokens -= count * self.page_size
         if count < len(leaf.pages):
-            self._allocator.free(self.tree.trim(leaf, count))
+            taken = self.tree.trim(leaf, count)
+            self._tell_removed(taken)
+            self._allocator.free(taken)
             self._rerank(leaf)
             return
         self.order.remove(leaf.rank)
         leaf.rank = 0
         parent = self.tree.detach(leaf)
+        self._tell_removed(leaf.pages)
         self._give_back(leaf)
         self._inherit(parent, leaf)
         if len(parent.children) == 1:
             self._join(parent, leaf)
         else:
             self._rerank(parent)
+
+    def _tell_removed(self, pages: array[int]) -> None:
+        if self.events is not None:
+            self.events.removed(pages)
 
     def _join(self, upper: Node, evicted: Node) -> None:
         """Makes a node and the only child that it has left one, unless somebody holds it or they
@@ -327,6 +336,8 @@ class RadixCache:
         self.tree.clear()
         self.order.clear()
         self.evictable_tokens = 0
+        if self.events is not None:
+            self.events.cleared()
 
     # Out again
 
@@ -347,6 +358,7 @@ class RadixCache:
         top = node
         while True:
             self.evictable_tokens -= len(top.pages) * self.page_size
+            self._tell_removed(top.pages)
             top.pages = array("i")
             if top.start == position:
                 break
@@ -368,6 +380,7 @@ class RadixCache:
         parent = self.tree.detach(node)
         for below in dropped:
             below.dead = True
+            self._tell_removed(below.pages)
             self._rerank(below)
             self._inherit(parent, below)
             if not below.locks:

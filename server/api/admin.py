@@ -93,7 +93,7 @@ async def abort_request(request: web.Request) -> web.Response:
 
 async def flush_cache(request: web.Request) -> web.Response:
     """POST /flush_cache: empties the prefix cache, where nothing runs."""
-    flushed = request.app[SERVICE].engine.scheduler.flush()
+    flushed = request.app[SERVICE].engine.flush_cache()
     message = "the cache is empty" if flushed else "requests are running: nothing was flushed"
     return json_response({"flushed": flushed, "message": message}, 200 if flushed else 409)
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from runtime.runner import LaunchedStep, Runner
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
+    from server.generation.kv_events import KVEventPublisher
     from server.generation.metrics import Metrics
     from server.generation.output import ChoiceRules
     from server.text.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ class Engine:
 
     Args:
         overlap: plan and launch the next step before the last one is read.
+        kv_events: told whenever the prefix cache may have changed; None: nobody listens.
         clock: seconds; the scheduler sees no other time.
     """
 
@@ -87,6 +89,7 @@ class Engine:
         metrics: Metrics,
         *,
         overlap: bool = True,
+        kv_events: KVEventPublisher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
@@ -97,6 +100,7 @@ class Engine:
         self.records = StepRecords()
         self.dead: EngineDead | None = None
         self._overlap = overlap
+        self._kv_events = kv_events
         self._live: dict[str, ChoiceOutput] = {}
         self._masked_live = 0  # live choices that need token masks
         self._wake = asyncio.Event()  # of the idle loop
@@ -121,6 +125,9 @@ class Engine:
         self._wake.set()
         if self._task is not None:
             await self._task
+        if self._kv_events is not None:
+            self._kv_events.close()
+            self._kv_events = None
 
     def submit(self, requests: list[Request], rules: ChoiceRules) -> RequestStream:
         """Queues requests that one client waits for together: all of them, or none.
@@ -152,6 +159,13 @@ class Engine:
                 self._close(choice, Finish(FinishReason.ABORT, message=message))
                 self._wake.set()
 
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache. Returns False, and changes nothing, where anything runs."""
+        flushed = self.scheduler.flush()
+        if self._kv_events is not None:
+            self._kv_events.publish()
+        return flushed
+
     def load(self) -> Load:
         """At this moment. Costs a look at every request that waits."""
         now = self.scheduler.statistics()
@@ -182,6 +196,8 @@ class Engine:
             following, reason = self._plan_and_launch(reason)
             if flight is not None and not await self._finish(flight, following):
                 following = None
+            if self._kv_events is not None:
+                self._kv_events.publish()
             if following is not None:
                 self._sample(following)
                 if not self._overlap:
