@@ -46,6 +46,13 @@ class SchedulerOptions:
         f" a GPU {GPU_CHUNK_TOKENS}",
     )
     max_prefill_tokens: int = option(16384, "upper bound of prefill tokens of a step", at_least=1)
+    prefill_share: float = option(
+        0.25,
+        "while a long prompt is computed in chunks, the share of its tokens that shorter ones may"
+        " take ahead of it; 0: every prompt in its turn",
+        at_least=0,
+        at_most=0.9,
+    )
     max_prefill_requests: int = option(0, "prompts admitted in one step; 0: no cap", at_least=0)
     truncation_align_size: int = option(
         0,

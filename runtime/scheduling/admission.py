@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from runtime.scheduling.accounting import Reason
 from runtime.scheduling.chunk_sizer import ChunkLoad, ChunkSize, make_chunk_sizer
 from runtime.scheduling.kv_memory import match_limit
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
+from runtime.scheduling.prefill_delayer import PrefillDelayer
 from runtime.scheduling.radix_tree import TOKEN_BYTES
 from runtime.scheduling.retraction import WithoutVictims, fewest_victims, preemption_order
 from runtime.scheduling.waiting_queue import QueueOrder
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WORTH_WAITING_TOKENS = 32
 MAX_LEFT = 64  # requests left for their twins in one pass; it then stops looking
-RECENT_BATCHES = 32  # prefill steps whose prompts the delayer counts
+AHEAD_STEPS = 4  # whose share short prompts may save up
 _FULL = (Reason.ROWS, Reason.KV_TOTAL, Reason.KV_STEP)
 
 
@@ -47,7 +47,8 @@ class Admission:
         self._life = life
         self._memory = life.memory
         self.reason = Reason.NONE  # why the last pass admitted no more
-        self.chunk_tokens: int | None = None
+        self.size = ChunkSize(None)  # of the last pass that had prompts to compute
+        self._credit = 0.0  # tokens that short prompts may take from the pending chunk
         self.configure(config)
 
     def configure(self, config: SchedulerConfig) -> None:
@@ -77,14 +78,18 @@ class Admission:
         rows = self._rows_to_fill(now, retracted=retracted, urgent=urgent)
         built: list[Admitted] = []
         if rows > 0 or chunked is not None:
-            size = self._size(self._life.running, chunked)
-            self.chunk_tokens = size.tokens
-            adder = self._adder(ratio, size, self._life.running, self._memory)
+            self.size = self._size(self._life.running, chunked)
+            adder = self._adder(ratio, self.size, self._life.running, self._memory)
+            pending = PendingPrefixes(self._memory)
             if chunked is not None:
-                adder.add_chunked(chunked)
-                if not adder.admitted:
-                    self._life.clocks.single_out(chunked, Reason.KV_STEP)
-            admitted = self._admit_waiting(adder, rows, now) if rows > 0 else []
+                pending.add(chunked)
+            self._credit = self._credit_in(adder, chunked)
+            if chunked is not None:
+                if rows > 0:
+                    self._admit_ahead(adder, chunked, pending, rows, now)
+                if not adder.add_chunked(chunked):
+                    self._life.clocks.single_out(chunked, adder.reason)
+            admitted = self._admit_waiting(adder, pending, rows, now) if rows > 0 else []
             built = adder.admitted
             for item in built:
                 if item.match is not None:
@@ -143,11 +148,14 @@ class Admission:
         if chunked is not None:
             pending = PendingPrefixes(self._memory)
             pending.add(chunked)
-            adder.add_chunked(chunked)
             if pending.worth_waiting(candidate, match):
                 return False
-        adder.add(candidate, match)
-        admitted = bool(adder.admitted) and adder.admitted[-1].request is candidate
+            credit, most = self._credit_in(adder, chunked), self._most_ahead(adder, running)
+            if not (credit and adder.add_ahead(candidate, match, chunked, credit, most)):
+                adder.add_chunked(chunked)
+        if not _is_last(adder, candidate):
+            adder.add(candidate, match)
+        admitted = _is_last(adder, candidate)
         if admitted:
             memory.unlock(match.node)
         return admitted
@@ -190,13 +198,65 @@ class Admission:
 
     # Who
 
-    def _admit_waiting(self, adder: PrefillAdder, rows: int, now: float) -> list[Request]:
+    def _credit_in(self, adder: PrefillAdder, chunked: Request | None) -> float:
+        """Tokens that short prompts may take from the pending chunk in this pass: their share of
+        its steps, saved up over a few of them, and as much as one cut of it at least."""
+        share = self._config.prefill_share
+        if chunked is None or not share:
+            return 0.0
+        step = share * adder.rem_chunk
+        unit = self._config.truncation_align_size or self._config.page_size
+        return min(self._credit + step, max(AHEAD_STEPS * step, unit))
+
+    def _most_ahead(self, adder: PrefillAdder, running: Sequence[Request]) -> int:
+        """Tokens that a step beside these rows may compute of prompts that have no history: where
+        steps are sized by time, more than of the pending chunk, which looks back on its own."""
+        size = self._size(running, None)
+        tokens = size.tokens or 0
+        if not size.exact:
+            tokens -= len(self._mixed(running))
+        # Where time bounds a step to parts of a page, a page is still what a prompt begins with.
+        return max(tokens, adder.rem_chunk, self._config.page_size)
+
+    def _admit_ahead(
+        self,
+        adder: PrefillAdder,
+        chunked: Request,
+        pending: PendingPrefixes,
+        rows: int,
+        now: float,
+    ) -> None:
+        """Admits short prompts ahead of the pending chunk, out of turn, on credit. Without this
+        every short prompt waits until all long ones before it are computed, one after another."""
+        queue = self._life.queue
+        if not self._credit or queue.highest_priority() < chunked.priority:
+            return
+        most = self._most_ahead(adder, self._life.running)
+        shortest = self._order.shortest(now, most)
+        for request in shortest:
+            if len(adder.admitted) >= rows:
+                break
+            _prepare_prefill(request)
+            match = self._memory.match(request)
+            if pending.worth_waiting(request, match):
+                continue
+            price = adder.add_ahead(request, match, chunked, self._credit, most)
+            if not price:
+                break  # whoever comes next is longer, or is not to take what this one saves up
+            self._credit -= price
+            pending.add(request)
+        self._order.note_passed_over(shortest, [item.request for item in adder.admitted], now)
+
+    def _admit_waiting(
+        self, adder: PrefillAdder, pending: PendingPrefixes, rows: int, now: float
+    ) -> list[Request]:
         self._blocked_by(Reason.NEXT_PASS)
-        pending = PendingPrefixes(self._memory)
-        if self._life.chunked is not None:
-            pending.add(self._life.chunked)
         admitted: list[Request] = []
+        ahead = {item.request for item in adder.admitted}
+        rows -= sum(item.match is not None for item in adder.admitted)
         for request in self._candidates(now):
+            if request in ahead:
+                continue
             if len(admitted) >= rows:
                 self._blocked_by(Reason.ROWS)
                 break
@@ -210,7 +270,7 @@ class Admission:
                 break
             pending.add(request)
             verdict = adder.add(request, match)
-            if adder.admitted and adder.admitted[-1].request is request:
+            if _is_last(adder, request):
                 admitted.append(request)
             if verdict is not Verdict.CONTINUE:
                 self._blocked_by(adder.reason)
@@ -249,6 +309,11 @@ class Admission:
         """What the first request that is left waits for, and all behind it."""
         self.reason = Reason.NONE if reason is Reason.NEXT_PASS else reason
         self._life.clocks.current = reason
+
+
+def _is_last(adder: PrefillAdder, request: Request) -> bool:
+    """Whether a request is the one admitted last."""
+    return bool(adder.admitted) and adder.admitted[-1].request is request
 
 
 def _prepare_prefill(request: Request) -> None:
@@ -292,58 +357,3 @@ class PendingPrefixes:
         first = match.tokens * TOKEN_BYTES
         following = request.scheduling.key[first : first + self._gain * TOKEN_BYTES]
         return match.node or request.namespace, following
-
-
-class PrefillDelayer:
-    """Holds prompts back for a few passes, so that they come in one step together: every prefill
-    step slows down all decode rows; fewer and fuller ones slow them down less.
-
-    Asked once per pass; `finalize` closes the pass.
-
-    Args:
-        config: bounds, watermark and ratio.
-    """
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self._recent: deque[int] = deque(maxlen=RECENT_BATCHES)  # prompts per prefill step
-        self._passes = 0
-        self._since_s: float | None = None
-
-    def allow(
-        self, now: float, *, waiting: int, running: int, free_rows: int, kv_usage: float
-    ) -> bool:
-        """Whether prompts may be admitted in this pass.
-
-        Args:
-            waiting: requests in the queue.
-            free_rows: requests that could be admitted.
-            kv_usage: share of the pool that is neither free nor evictable.
-        """
-        config = self._config
-        if not waiting or not running:
-            self._reset()
-            return True
-        if kv_usage < config.delayer_low_watermark:
-            return True
-        largest = max(self._recent, default=0)
-        few = waiting < min(running * config.delayer_running_ratio, largest)
-        if free_rows >= largest and not few:
-            return True
-        if self._since_s is None:
-            self._since_s = now
-        delayed_ms = (now - self._since_s) * 1000
-        if self._passes >= config.delayer_max_passes or delayed_ms >= config.delayer_max_ms:
-            return True
-        self._passes += 1
-        return False
-
-    def finalize(self, prefilled: int) -> None:
-        """Closes a pass that admitted this many prompts."""
-        if prefilled:
-            self._recent.append(prefilled)
-            self._reset()
-
-    def _reset(self) -> None:
-        self._passes = 0
-        self._since_s = None

@@ -41,19 +41,19 @@ class ChunkSize(NamedTuple):
     """Args:
     tokens: None: prompts are not cut.
     exact: prefill tokens alone; the decode rows are not subtracted again.
+    predicted_s: what a step of that size is taken to last, margin included; None: not timed.
     """
 
     tokens: int | None
     exact: bool = False
+    predicted_s: float | None = None
 
 
 class ChunkSizer(Protocol):
-    """Chooses chunk sizes; `feasible` and `predicted_s` are for observation."""
+    """Chooses chunk sizes, and learns from steps alone; `feasible` is for observation."""
 
     @property
     def feasible(self) -> bool | None: ...
-    @property
-    def predicted_s(self) -> float | None: ...
     def choose(self, load: ChunkLoad) -> ChunkSize: ...
     def observe(self, batch: ScheduleBatch, seconds: float) -> None: ...
 
@@ -71,7 +71,6 @@ class StaticChunkSizer:
     """--chunked-prefill-size."""
 
     feasible: bool | None = None
-    predicted_s: float | None = None
 
     def __init__(self, config: SchedulerConfig) -> None:
         size = config.chunked_prefill_size
@@ -88,7 +87,6 @@ class DynamicChunkSizer:
     """Chunks of a long prompt that take about the same time each, however long its history."""
 
     feasible: bool | None = None
-    predicted_s: float | None = None
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -152,7 +150,6 @@ class TimedChunkSizer:
         self._model = StepTimeModel(ENOUGH_SEEDS) if config.measured_steps else StepTimeModel()
         for *shape, seconds in config.measured_steps:
             self._model.observe(StepShape(*map(int, shape)), seconds)
-        self.predicted_s: float | None = None
 
     @property
     def feasible(self) -> bool | None:
@@ -174,8 +171,8 @@ class TimedChunkSizer:
         unit = self._unit if most >= self._unit else self._smallest(load.history)
         # Out of reach is out of reach: the smallest pieces would only make it last longer.
         size = most // unit * unit or self._unit
-        self.predicted_s = fixed + _prefill_s(fitted.square, fitted.token, size, load.history)
-        return ChunkSize(size, exact=True)
+        predicted_s = fixed + _prefill_s(fitted.square, fitted.token, size, load.history)
+        return ChunkSize(size, exact=True, predicted_s=predicted_s)
 
     def _smallest(self, history: int) -> int:
         """A prompt begins with a page, and may go on with parts of one: beside a few rows of a

@@ -127,23 +127,70 @@ class PrefillAdder:
         extend = request.scheduling.target - match.tokens
         return kv_need(extend, self._reserve(request), self._page)
 
-    def add_chunked(self, request: Request) -> None:
-        """Goes on with the pending chunk, which may end inside a page unless cuts are aligned. With
-        too little free it waits with the KV it has: `admitted` then stays empty, and the reason is
-        kv_step."""
+    def add_chunked(self, request: Request) -> bool:
+        """Goes on with the pending chunk, which may end inside a page unless cuts are aligned.
+
+        Returns: False where it waits with the KV it has: too little is free (the reason is then
+            kv_step), or shorter prompts have taken this step.
+        """
         self.chunked = request
-        left = request.scheduling.target - request.length
-        tokens = min(self.rem_chunk, self.rem_total, self.cur_rem, left)
-        if tokens < left and self._config.truncation_align_size:
-            tokens = self._cut_behind(request.length, tokens)
+        tokens = self._piece(request, min(self.rem_chunk, self.rem_total, self.cur_rem))
         if tokens <= 0:
-            self.reason = Reason.KV_STEP
-            return
-        last = tokens == left
+            lacks_kv = self._piece(request, self.rem_chunk) > 0
+            self.reason = Reason.KV_STEP if lacks_kv else self._cut_short
+            return False
+        last = tokens == request.scheduling.target - request.length
         if last:
             self.chunked = None
-        self.admitted.append(Admitted(request, None, request.length, tokens, last))
+        self.admitted.insert(0, Admitted(request, None, request.length, tokens, last))
         self._charge(tokens, self._reserve(request) if last else 0)
+        return True
+
+    def _piece(self, chunked: Request, most: int) -> int:
+        """Tokens of the next piece of the pending chunk, at most so many; <= 0: none."""
+        left = chunked.scheduling.target - chunked.length
+        if most < left and self._config.truncation_align_size:
+            return self._cut_behind(chunked.length, most)
+        return min(most, left)
+
+    def add_ahead(
+        self, request: Request, match: PrefixMatch, chunked: Request, credit: float, most: int
+    ) -> int:
+        """Admits a short prompt, whole, ahead of the pending chunk, which has not been added yet.
+
+        Args:
+            credit: tokens that may be taken from the chunk.
+            most: tokens that a step may compute of prompts without a history.
+        Returns: tokens that are taken, at most this step's; 0: it was not admitted.
+        """
+        extend = request.scheduling.target - match.tokens
+        whole = self._ceil(extend)
+        room = max(self.rem_chunk, 0)
+        piece = self._piece(chunked, room)
+        rest = max(self._piece(chunked, max(room - whole, 0)), 0)
+        price = max(min(whole, room), piece - rest, 1)
+        cap = self._config.max_prefill_requests
+        if price > credit or whole > min(most, self.rem_input) or 0 < cap <= self.new_requests:
+            return 0
+        self._memory.lock(match.node)
+        if self._leaves_room(request, match, chunked, piece):
+            self._admit(request, match, extend, whole=True)
+            return price
+        self._memory.unlock(match.node)
+        return 0
+
+    def _leaves_room(
+        self, request: Request, match: PrefixMatch, chunked: Request, piece: int
+    ) -> bool:
+        """Whether there is KV for a request and also for all that the pending chunk is still to
+        need: a long prompt is put off for a while, and never starved."""
+        extend = request.scheduling.target - match.tokens
+        left = self._ceil(chunked.scheduling.target - chunked.length)
+        total = self.need(request, match) + kv_need(left, self._reserve(chunked), self._page)
+        step = self._ceil(extend) + self._ceil(piece) + 2 * self._page
+        if total >= self.rem_total or step > self.cur_rem:
+            return False
+        return not (self._knows_length(request) and self._check_known_length(request, extend))
 
     def add(self, request: Request, match: PrefixMatch) -> Verdict:
         """Admits a waiting request, whole or cut, or refuses it.
@@ -154,9 +201,9 @@ class PrefillAdder:
         if cap and self.new_requests >= cap:
             return self._refuse(Verdict.OTHER, Reason.POLICY)
         extend = request.scheduling.target - match.tokens
-        if request.sampling.ignore_eos and self._config.disable_radix_cache:
+        if self._knows_length(request):
             refusal = self._check_known_length(request, extend)
-            return refusal or self._admit(request, match, extend)
+            return refusal or self._admit_cut(request, match, extend)
         need = self.need(request, match)
         if need >= self.rem_total:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
@@ -167,13 +214,14 @@ class PrefillAdder:
         verdict = (
             self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
             if need >= self.rem_total
-            else self._admit(request, match, extend)
+            else self._admit_cut(request, match, extend)
         )
         if not (self.admitted and self.admitted[-1].request is request):
             self._memory.unlock(match.node)
         return verdict
 
-    def _admit(self, request: Request, match: PrefixMatch, extend: int) -> Verdict:
+    def _admit_cut(self, request: Request, match: PrefixMatch, extend: int) -> Verdict:
+        """Admits a request with as much of it as the step still takes."""
         whole = self._ceil(extend) <= self.rem_chunk
         tokens = extend if whole else self._cut_behind(match.tokens, self.rem_chunk)
         # An aligned cut may leave some of the chunk; only one prompt at a time is ever cut.
@@ -181,16 +229,23 @@ class PrefillAdder:
             return self._refuse(Verdict.OTHER, self._cut_short)
         if self._ceil(tokens) > self.cur_rem:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_STEP)
+        self._admit(request, match, tokens, whole=whole)
+        return self._verdict()
+
+    def _admit(self, request: Request, match: PrefixMatch, tokens: int, *, whole: bool) -> None:
         self.admitted.append(Admitted(request, match, match.tokens, tokens, whole))
         self.new_requests += 1
         if not whole:
             self.chunked = request
         self._charge(tokens, self._reserve(request) if whole else 0)
-        return self._verdict()
 
     def _cut_behind(self, start: int, most: int) -> int:
         """Tokens of a piece from `start` on that ends where a prompt may be cut; <= 0: none."""
         return (start + most) // self._cut * self._cut - start
+
+    def _knows_length(self, request: Request) -> bool:
+        """Whether it is known how long a request will run and what it will hold."""
+        return request.sampling.ignore_eos and self._config.disable_radix_cache
 
     def _check_known_length(self, request: Request, extend: int) -> Verdict | None:
         """Whether a request whose output length is known, nothing of it cached, fits beside the

@@ -7,7 +7,8 @@ from bisect import bisect_left, bisect_right, insort
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from runtime.scheduling.policies import POLICIES
+from runtime.scheduling.policies import POLICIES, SORT_WINDOW
+from runtime.scheduling.radix_tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -127,6 +128,26 @@ class QueueOrder:
         rest = islice(self._queue.entries, len(window), None)
         return chain((item[-1] for item in order), (entry[2] for entry in rest))
 
+    def shortest(self, now: float, most_tokens: int) -> list[Request]:
+        """Those of the highest priority that have at most so many tokens to compute, the fewest
+        first; before them, who has been passed over by shorter ones for too long.
+
+        How much of each is cached is taken as last looked up: it is a reason to look, no more.
+        """
+        found: list[tuple[bool, int, int, Request]] = []
+        window = self._queue.entries[:SORT_WINDOW]
+        for level, seq, request in window:
+            if level != window[0][0]:
+                break
+            record = request.scheduling
+            tokens = len(record.key) // TOKEN_BYTES - record.place.tokens
+            if tokens <= most_tokens:
+                since = record.passed_over_s
+                in_turn = since is None or now - since <= self._skip_s
+                found.append((in_turn, tokens, seq, request))
+        found.sort()
+        return [item[-1] for item in found]
+
     def note_admitted(self, admitted: Sequence[Request], now: float) -> None:
         """Remembers who was passed over, the admitted having left the queue."""
         if self._policy.keys is None or not admitted:
@@ -138,6 +159,16 @@ class QueueOrder:
         for level, seq, request in self._window():
             record = request.scheduling
             if record.passed_over_s is None and seq < newest.get(level, -1):
+                record.passed_over_s = now
+
+    def note_passed_over(
+        self, shortest: Sequence[Request], admitted: Sequence[Request], now: float
+    ) -> None:
+        """Remembers which of the `shortest` later arrivals were admitted ahead of."""
+        newest = max([request.scheduling.seq for request in admitted], default=-1)
+        for request in shortest:
+            record = request.scheduling
+            if record.passed_over_s is None and record.seq < newest and request not in admitted:
                 record.passed_over_s = now
 
     def _window(self) -> list[Entry]:

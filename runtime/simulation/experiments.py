@@ -86,6 +86,15 @@ def long_prompts_beside_chats() -> list[Arrival]:
     return in_order([*chats.arrivals(), *prompts])
 
 
+def storm_of_long_prompts() -> list[Arrival]:
+    """20 prompts of 16,000 to 32,000 tokens at once, and short ones while they are computed."""
+    short = Workload(requests=300, rate=20.0, input_tokens=(50, 400), output_tokens=(20, 60))
+    long = Workload(requests=20, input_tokens=(16_000, 32_000), output_tokens=(50, 200), seed=1)
+    for index, arrival in enumerate(prompts := long.arrivals()):
+        arrival.request_id = f"long{index}"
+    return in_order([*prompts, *short.arrivals()])
+
+
 def steady_backlog() -> list[Arrival]:
     """600 requests at once: there is always a prompt to compute beside the running requests."""
     return Workload(requests=600, input_tokens=(1000, 6000), output_tokens=(100, 400)).arrivals()
@@ -152,6 +161,18 @@ def _first_tokens(result: SimulationResult, summary: Summary, _: Variant) -> tup
     )
 
 
+def _short_and_long(result: SimulationResult, summary: Summary, _: Variant) -> tuple[str, ...]:
+    short = sorted(r.ttft_s for r in result.requests if r.input_tokens < 1000)
+    long = sorted(r.ttft_s for r in result.requests if r.input_tokens >= 1000)
+    return (
+        _ms(short[len(short) // 2]),
+        _ms(short[-1]),
+        _ms(long[len(long) // 2]),
+        _ms(long[-1]),
+        f"{summary.output_tokens_per_s:,.0f}",
+    )
+
+
 _GAP_COLUMNS = ("out tok/s", "ITL p50, ms", "ITL p99", "largest gap", "TTFT p99")
 _NO_AGE_BOUND = 1e12
 _SMALL_POOL = {"capacity_tokens": 204_800, "max_running_requests": 32}
@@ -212,6 +233,24 @@ EXPERIMENTS = (
         ),
         _GAP_COLUMNS,
         _gaps,
+    ),
+    Experiment(
+        "Short prompts beside a storm of long ones (20 of 16k to 32k tokens, chunks of 2048)",
+        storm_of_long_prompts,
+        (
+            Variant(
+                "in turn",
+                "A short prompt waits until all long ones before it are computed.",
+                {"chunked_prefill_size": 2048, "prefill_share": 0.0},
+            ),
+            Variant(
+                "a share of 0.25",
+                "It goes ahead on saved-up tokens; long ones end a third later at most.",
+                {"chunked_prefill_size": 2048},
+            ),
+        ),
+        ("short: TTFT p50, ms", "largest", "long: TTFT p50, ms", "last", "out tok/s"),
+        _short_and_long,
     ),
     Experiment(
         f"Fixed against SLO-sized chunks (a backlog, 48 running, target {TARGET_MS:.0f} ms a step)",

@@ -151,6 +151,8 @@ def read_trace(path: Path) -> Trace:
     version = head.get("version")
     if version not in (1, VERSION):
         raise ConfigError(f"{path}: trace version {version!r}: must be 1 or {VERSION}")
+    # What a trace without the option was recorded by.
+    head["options"].setdefault("prefill_share", 0.0)
     if version == 1:
         for _, event in events:
             _upgrade(event)

@@ -186,7 +186,8 @@ class NaiveModel:
         return preempted
 
     def _check_order(self, batch: ScheduleBatch) -> None:
-        """Without reuse, priorities and arrival alone decide who is admitted under fcfs."""
+        """Without reuse, priorities and arrival alone decide who is admitted under fcfs; but a
+        prompt that is computed at once may go ahead while a longer one is being cut."""
         if self.scheduler.config.schedule_policy != "fcfs" or self.cache:
             return
         started = [self.lives[r.request_id] for r in batch.requests[: batch.num_prefill]]
@@ -196,10 +197,22 @@ class NaiveModel:
             for life in self.lives.values()
             if life.request.row < 0 and not life.request.finish and not life.request.grammar
         ]
+        ahead = self._ahead(batch, started, waiting)
         for new in started:
-            for other in waiting:
+            for other in waiting if new not in ahead else ():
                 older = (-other.request.priority, other.order) < (-new.request.priority, new.order)
                 assert not older, f"{new.request.request_id} overtook {other.request.request_id}"
+
+    def _ahead(self, batch: ScheduleBatch, started: list[Life], waiting: list[Life]) -> list[Life]:
+        """Who of those that a step starts may have gone ahead of others."""
+        cut = [life.request.priority for life in self.lives.values() if life.cut and not life.ended]
+        if not self.scheduler.config.prefill_share or not cut:
+            return []
+        least = max([*cut, *(life.request.priority for life in waiting)])
+        whole = [batch.requests[b] for b in batch.sampled if b < batch.num_prefill]
+        return [
+            life for life in started if life.request in whole and life.request.priority >= least
+        ]
 
     def _follow(self, batch: ScheduleBatch) -> None:
         carried = {request.request_id for request in batch.requests[batch.num_prefill :]}

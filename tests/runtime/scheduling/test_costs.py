@@ -109,6 +109,17 @@ def test_a_pass_over_a_long_queue_looks_at_little_of_it(policy: str) -> None:
     assert max(turn(scheduler, only="running") for _ in range(12)) < 20_000
 
 
+@pytest.mark.parametrize("tokens", [30, 600])
+def test_a_pass_that_looks_for_short_prompts_looks_at_few_of_them(tokens: int) -> None:
+    """Beside a prompt that is being cut, 10,000 wait that are short enough to go ahead, or none."""
+    scheduler = loaded("fcfs", max_running_requests=300)
+    add(scheduler, "long", 30_000, 1)
+    turn(scheduler)
+    for i in range(10_000):
+        add(scheduler, f"w{i}", [7 * i + j for j in range(tokens)], 1)
+    assert max(turn(scheduler) for _ in range(12)) < 17_000
+
+
 def test_a_long_prompt_in_small_chunks_costs_as_much_at_its_end_as_at_its_start() -> None:
     scheduler = loaded("fcfs", chunked_prefill_size=32)
     add(scheduler, "long", 20_000, 1)

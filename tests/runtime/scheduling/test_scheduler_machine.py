@@ -75,6 +75,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_running_requests=draw(st.integers(1, 8)),
         chunked_prefill_size=chunk,
         max_prefill_tokens=most,
+        prefill_share=draw(st.sampled_from([0.0, 0.25, 0.25, 0.9])),
         max_prefill_requests=draw(st.sampled_from([0, 0, 1, 2])),
         truncation_align_size=draw(st.sampled_from([0, 0, 2 * page, min(chunk, most)])),
         disable_mixed_chunk=draw(st.sampled_from([False, False, True])),
@@ -324,15 +325,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(tuple(EVICTION_POLICIES)),
         mixing=st.booleans(),
         conservativeness=st.sampled_from([0.0, 1.0]),
+        share=st.sampled_from([0.0, 0.5]),
     )
     def change_options(
-        self, policy: str, eviction: str, mixing: bool, conservativeness: float
+        self, policy: str, eviction: str, mixing: bool, conservativeness: float, share: float
     ) -> None:
         self.scheduler.change_options(
             schedule_policy=policy,
             eviction_policy=eviction,
             disable_mixed_chunk=not mixing,
             schedule_conservativeness=conservativeness,
+            prefill_share=share,
         )
         self.model.mixing = mixing
 
@@ -432,7 +435,7 @@ def test_random_lives_break_no_rule() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=400,
+            max_examples=200,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

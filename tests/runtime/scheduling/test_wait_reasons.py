@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runtime.scheduling.accounting import WAIT_REASONS
-from runtime.scheduling.admission import PrefillDelayer
+from runtime.scheduling.prefill_delayer import PrefillDelayer
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
 

@@ -52,6 +52,19 @@ def test_chunks_bound_the_gap() -> None:
     assert gaps["chunks of 1024"] < gaps["chunks of 8192"] / 2 < gaps["whole"] / 4
 
 
+def test_short_prompts_do_not_wait_for_long_ones_which_end_a_third_later_at_most() -> None:
+    runs = runs_of("Short prompts")
+    short, long = {}, {}
+    for name, (result, _) in runs.items():
+        assert result.statistics.counters.retractions == 0
+        short[name] = max(r.ttft_s for r in result.requests if r.input_tokens < 1000)
+        long[name] = max(r.ttft_s for r in result.requests if r.input_tokens >= 1000)
+        longest_step_s = max(result.steps.seconds)
+    assert short["a share of 0.25"] < 6 * longest_step_s
+    assert short["in turn"] > 20 * short["a share of 0.25"]
+    assert long["a share of 0.25"] < 4 / 3 * long["in turn"]
+
+
 def test_mixed_gaps_are_bounded_by_the_longest_step_and_strict_ones_are_not() -> None:
     runs = runs_of("Strict")
     for result, _ in runs.values():
