@@ -1,9 +1,10 @@
-"""A `.gguf` file of the Llama family as a checkpoint: Hugging Face names, shapes and config.
+"""A `.gguf` file as a checkpoint: Hugging Face names, shapes and config.
 
-A GGUF file holds the same matrices under shorter names, quantized or not, with two differences
-that matter here: the rows of Llama's q and k projections are reordered for interleaved rotary
-(put back below), and config values are single floats (1e-5 comes back as 9.999999747e-06, so the
-shortest decimal that gives the same float is taken).
+A GGUF file holds the same matrices under shorter names, quantized or not. What differs is put back
+below: the rows of Llama's q and k projections are reordered for interleaved rotary, Gemma's norms
+are stored with their 1 added, all experts of a layer stand in one tensor. Config values are single
+floats (1e-5 comes back as 9.999999747e-06, so the shortest decimal that gives the same float is
+taken). Which architecture is which model is in `gguf_architectures`.
 
 Format and names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Quantized tensors
 are dequantized to float32 by the `gguf` package.
@@ -13,53 +14,32 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from runtime.checkpoints.checkpoint import RawTensor, TensorInfo, tensor_info
-from runtime.checkpoints.gguf_file import GgufFile
+from runtime.checkpoints.gguf_architectures import TOP_NAMES, architecture_of
 from runtime.checkpoints.gguf_metadata import GgufMetadata, shortest
+from runtime.checkpoints.gguf_split import read_gguf
 from runtime.errors import ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-
-class _Architecture(NamedTuple):
-    class_name: str
-    reordered: bool  # q and k have their rows in the order of interleaved rotary
+    from runtime.checkpoints.gguf_file import GgufTensor
 
 
-_ARCHITECTURES = {  # by general.architecture, which is transformers' model_type too
-    "llama": _Architecture("LlamaForCausalLM", True),
-    "qwen2": _Architecture("Qwen2ForCausalLM", False),
-    "qwen3": _Architecture("Qwen3ForCausalLM", False),
-}
-_TOP_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _FREQUENCIES = "rope_freqs.weight"  # Llama 3's rotary scaling, as one divisor per frequency
-_IGNORED = re.compile(r"rope_freqs\.weight|.*\.rope_freqs\.weight|.*\.attn_rot_embd")
+_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of longrope
+_IGNORED = re.compile(
+    r"rope_freqs\.weight|.*\.rope_freqs\.weight|.*\.attn_rot_embd|rope_factors_(long|short)\.weight"
+)
 # Texts of tokens by which models end a turn. Files name one end, often the base model's, and leave
 # out the one that the chat template writes; llama.cpp too stops at each of these.
 _ENDS = (
@@ -80,29 +60,21 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         """Raises: ModelError: not a GGUF file, or of a family this server does not know."""
         self.path = path
-        file = GgufFile(path)
-        self.metadata = GgufMetadata(path, file.metadata)
-        self._architecture = self.metadata.text("general.architecture")
-        if self._architecture not in _ARCHITECTURES:
-            raise ModelError(
-                f"{path}: architecture {self._architecture!r}: GGUF files of"
-                f" {', '.join(_ARCHITECTURES)} can be served"
-            )
-        if self.metadata.integer("split.count", 1, low=0) > 1:
-            raise ModelError(
-                f"{path}: is one of several parts; join them (llama-gguf-split --merge)"
-            )
+        metadata, tensors = read_gguf(path)
+        self.metadata = GgufMetadata(path, metadata)
+        self._architecture = architecture_of(self.metadata)
         self._sources = {
-            self._hugging_face_name(tensor.name): tensor
-            for tensor in file.tensors
+            name: source
+            for tensor in tensors
             if not _IGNORED.fullmatch(tensor.name)
+            for name, source in self._named(tensor)
         }
         self.tensors = {
             name: TensorInfo(tensor.shape, _PLAIN_TYPES.get(tensor.type, "float32"))
             for name, tensor in self._sources.items()
         }
-        frequencies = next((t.data for t in file.tensors if t.name == _FREQUENCIES), None)
-        self.config = self._make_config(frequencies)
+        beside = {tensor.name: tensor.data for tensor in tensors if len(tensor.shape) == 1}
+        self.config = self._make_config(beside)
         self.generation_config = self._make_generation_config()
 
     def read(self, name: str) -> RawTensor:
@@ -117,23 +89,44 @@ class GgufCheckpoint:
                 raise ModelError(
                     f"{self.path}: {tensor.name}: {tensor.type.name} is not supported"
                 ) from None
-        values = self._restore_rows(tensor.name, values.reshape(info.shape))
+        values = self._restored(tensor.name, values.reshape(info.shape))
         buffer = np.array(values, order="C")  # writable, private
         return RawTensor(info.shape, info.dtype, buffer.data.cast("B"))
 
-    def _hugging_face_name(self, name: str) -> str:
-        stem, _, suffix = name.rpartition(".")
+    def _named(self, tensor: GgufTensor) -> list[tuple[str, GgufTensor]]:
+        """A tensor under its Hugging Face name, or that of all experts under theirs."""
+        stem, _, suffix = tensor.name.rpartition(".")
+        if stem in TOP_NAMES:
+            return [(f"{TOP_NAMES[stem]}.{suffix}", tensor)]
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if stem in _TOP_NAMES:
-            return f"{_TOP_NAMES[stem]}.{suffix}"
-        if layer and layer[2] in _LAYER_NAMES:
-            return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}"
-        raise ModelError(f"{self.path}: tensor {name!r} is not one of a {self._architecture} model")
+        name = self._architecture.layer_name(layer[2]) if layer else None
+        if layer is None or name is None:
+            raise ModelError(
+                f"{self.path}: tensor {tensor.name!r} is not one of a"
+                f" {self._architecture.model_type} model"
+            )
+        name = f"model.layers.{layer[1]}.{name}.{suffix}"
+        if "{}" in name:
+            parts = enumerate(tensor.data)
+            return [
+                (name.format(i), tensor._replace(shape=tensor.shape[1:], data=part))
+                for i, part in parts
+            ]
+        if name.endswith("shared_expert_gate.weight"):  # stored as a vector
+            tensor = tensor._replace(shape=(1, tensor.shape[-1]))
+        return [(name, tensor)]
+
+    def _restored(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        """The values as transformers has them."""
+        if self._architecture.norm_offset and name.endswith("norm.weight"):
+            weight: NDArray[Any] = values - np.asarray(self._architecture.norm_offset, values.dtype)
+            return weight
+        return self._restore_rows(name, values)
 
     def _restore_rows(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
         """Undoes the reordering of q and k, which took a head's rows from (half, pair) to
         (pair, half)."""
-        reordered = _ARCHITECTURES[self._architecture].reordered
+        reordered = self._architecture.reordered
         is_query = ".attn_q." in name
         if not reordered or not (is_query or ".attn_k." in name):
             return values
@@ -146,8 +139,9 @@ class GgufCheckpoint:
         pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
         return pairs.swapaxes(1, 2).reshape(values.shape)
 
-    def _make_config(self, frequencies: NDArray[Any] | None) -> dict[str, Any]:
-        given = self.metadata
+    def _make_config(self, beside: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+        """beside: the vectors of the file by their own names."""
+        given, architecture = self.metadata, self._architecture
         if isinstance(given.raw("{arch}.attention.head_count"), list):
             raise ModelError(
                 f"{self.path}: layers with different numbers of heads cannot be served"
@@ -157,21 +151,25 @@ class GgufCheckpoint:
         head_dim = given.integer("{arch}.attention.key_length", max(1, hidden // heads))
         context = given.integer("{arch}.context_length")
         theta = given.number("{arch}.rope.freq_base", 10000.0)
-        scaling = self._rope_scaling(frequencies, head_dim, theta, context)
+        scaling = self._rope_scaling(beside, head_dim, theta, context)
         rope = {"rope_theta": theta, **scaling}
         config: dict[str, Any] = {
-            "architectures": [_ARCHITECTURES[self._architecture].class_name],
-            "model_type": self._architecture,
+            "architectures": [architecture.class_name],
+            "model_type": architecture.model_type,
             "vocab_size": tensor_info(self, "model.embed_tokens.weight").shape[0],
             "hidden_size": hidden,
-            "intermediate_size": given.integer("{arch}.feed_forward_length"),
+            "intermediate_size": given.integer("{arch}.feed_forward_length", self._inner()),
             "num_hidden_layers": self._layers(),
             "num_attention_heads": heads,
             "num_key_value_heads": given.integer("{arch}.attention.head_count_kv", heads),
             "head_dim": head_dim,
             "hidden_act": "silu",
             "max_position_embeddings": context,
-            "rms_norm_eps": given.number("{arch}.attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": given.number(
+                "{arch}.attention.layer_norm_epsilon"
+                if architecture.centered
+                else "{arch}.attention.layer_norm_rms_epsilon"
+            ),
             # transformers 5 reads rope_parameters, older readers rope_theta and rope_scaling.
             "rope_parameters": {"rope_type": "default", **rope},
             "rope_theta": theta,
@@ -183,12 +181,17 @@ class GgufCheckpoint:
             "torch_dtype": self._common_dtype(),
         }
         window = given.integer("{arch}.attention.sliding_window", 0, low=0)
-        if self._architecture == "llama" and window:  # how Mistral's models are stored
+        if architecture.model_type == "llama" and window:  # how Mistral's models are stored
             config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
             config["sliding_window"] = window
+        config |= architecture.extras(given, config)
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
             config[f"{name}_token_id"] = given.token_id(key)
         return config
+
+    def _inner(self) -> int | None:
+        """The width of a dense MLP where the file does not say; Qwen's mixtures have none."""
+        return 1 if "moe" in self._architecture.model_type else None
 
     def _layers(self) -> int:
         layers = self.metadata.integer("{arch}.block_count")
@@ -200,9 +203,11 @@ class GgufCheckpoint:
         return layers
 
     def _rope_scaling(
-        self, frequencies: NDArray[Any] | None, head_dim: int, theta: float, context: int
+        self, beside: Mapping[str, NDArray[Any]], head_dim: int, theta: float, context: int
     ) -> dict[str, Any]:
-        given = self.metadata
+        given, frequencies = self.metadata, beside.get(_FREQUENCIES)
+        if _FACTORS[0] in beside and _FACTORS[1] in beside:
+            return self._long_rope(*(beside[name] for name in _FACTORS))
         if frequencies is not None:
             scaling = llama3_scaling(np.asarray(frequencies, np.float64), head_dim, theta, context)
             if scaling is None:
@@ -217,6 +222,20 @@ class GgufCheckpoint:
         if kind == "yarn":
             key = "{arch}.rope.scaling.original_context_length"
             scaling["original_max_position_embeddings"] = given.integer(key)
+        return scaling
+
+    def _long_rope(self, long: NDArray[Any], short: NDArray[Any]) -> dict[str, Any]:
+        given = self.metadata
+        scaling = {
+            "rope_type": "longrope",
+            "long_factor": [shortest(value) for value in np.asarray(long, np.float32).tolist()],
+            "short_factor": [shortest(value) for value in np.asarray(short, np.float32).tolist()],
+            "original_max_position_embeddings": given.integer(
+                "{arch}.rope.scaling.original_context_length"
+            ),
+        }
+        if given.raw("{arch}.rope.scaling.attn_factor") is not None:
+            scaling["attention_factor"] = given.number("{arch}.rope.scaling.attn_factor")
         return scaling
 
     def _common_dtype(self) -> str:

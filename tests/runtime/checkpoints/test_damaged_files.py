@@ -14,7 +14,7 @@ import struct
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from runtime.checkpoints import gguf_checkpoint
+from runtime.checkpoints import gguf_split
 from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
 from runtime.checkpoints.gguf_file import GgufFile
 from runtime.checkpoints.gguf_tokenizer import build_tokenizer, write_tokenizer
@@ -127,7 +127,7 @@ def test_gguf_metadata_of_any_kind(gguf, tmp_path, monkeypatch):
     gguf.write(path, base)
     assert outcome(lambda: read_all_of_a_gguf(path, tmp_path / "out")) is None
     file = GgufFile(path)
-    monkeypatch.setattr(gguf_checkpoint, "GgufFile", lambda path: file)  # it is read once only
+    monkeypatch.setattr(gguf_split, "GgufFile", lambda path: file)  # it is read once only
 
     def read():
         checkpoint = GgufCheckpoint(path)

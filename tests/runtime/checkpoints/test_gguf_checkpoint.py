@@ -159,12 +159,6 @@ def write_metadata(path, architecture, **values):
     writer.close()
 
 
-def test_one_part_of_several_is_refused(tmp_path):
-    write_metadata(tmp_path / "model.gguf", "llama", split_count=3)
-    with pytest.raises(ModelError, match="is one of several parts"):
-        open_checkpoint(tmp_path / "model.gguf")
-
-
 def test_a_file_without_weights_is_refused(tmp_path):
     write_metadata(tmp_path / "model.gguf", "llama")
     with pytest.raises(ModelError, match=r"lacks llama\.attention\.head_count"):

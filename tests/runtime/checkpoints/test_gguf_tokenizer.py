@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
 
-from runtime.checkpoints import gguf_checkpoint
+from runtime.checkpoints import gguf_checkpoint, gguf_split
 from runtime.checkpoints.gguf_file import GgufFile
 from runtime.checkpoints.gguf_metadata import GgufMetadata
 from runtime.checkpoints.gguf_tokenizer import build_tokenizer
@@ -187,7 +187,7 @@ def test_a_generation_ends_by_the_named_ids_and_by_known_ends_of_turns(
         read.metadata.pop(f"tokenizer.ggml.{name}_token_id", None)
     read.metadata |= {f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()}
     read.metadata["tokenizer.ggml.tokens"] = [*TOKENS[:260], "<|a|>", "<|b|>", *last]
-    monkeypatch.setattr(gguf_checkpoint, "GgufFile", lambda path: read)
+    monkeypatch.setattr(gguf_split, "GgufFile", lambda path: read)
     found = gguf_checkpoint.GgufCheckpoint(file).generation_config.get("eos_token_id")
     assert found == (ends[0] if ends is not None and len(ends) == 1 else ends)
 
