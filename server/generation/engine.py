@@ -25,6 +25,7 @@ from runtime.request import Finish, FinishReason
 from runtime.runner import failed_step
 from runtime.step_records import StepRecord, StepRecords
 from server.generation.output import ChoiceOutput, RequestStream
+from server.generation.pace import Pace
 from server.generation.token_masks import needs_mask, token_masks
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class Engine:
             if self._kv_events is not None:
                 self._kv_events.publish()
             if following is not None:
-                self._sample(following)
+                await self._sample(following)
                 if not self._overlap:
                     await self._finish(following, None)
                     following = None
@@ -227,11 +228,11 @@ class Engine:
             step.sample(None)
         return _InFlight(batch, step, last_reason, planned, launched), ""
 
-    def _sample(self, flight: _InFlight) -> None:
+    async def _sample(self, flight: _InFlight) -> None:
         """Lets a step sample whose masks had to wait for the tokens of the step before."""
         if not flight.step.may_sample:
             vocab_size = self.runner.info.vocab_size
-            masks = token_masks(flight.batch, self._live, vocab_size, self._fail)
+            masks = await token_masks(flight.batch, self._live, vocab_size, self._fail)
             flight.masked_rows = len(masks.rows) if masks is not None else 0
             flight.step.sample(masks)
 
@@ -248,7 +249,7 @@ class Engine:
             await self._take_back(flight, later, error)
             return False
         done = self.clock()
-        self._deliver(self.scheduler.commit(flight.batch, output, done), done)
+        await self._deliver_step(self.scheduler.commit(flight.batch, output, done), done)
         self._record(flight, done, device_s=output.device_s)
         return True
 
@@ -297,22 +298,31 @@ class Engine:
 
     # Tokens to text to streams. Whatever goes wrong here for one request ends that one alone.
 
-    def _deliver(self, news: list[RequestOutput], now: float) -> None:
-        live = self._live
+    async def _deliver_step(self, news: list[RequestOutput], now: float) -> None:
+        """Delivers what a step gave; others may run between two rows."""
+        pace = Pace()
         for output in news:
-            choice = live.get(output.request.request_id)
-            if choice is None:  # ended already: a late token of the step in flight
-                continue
-            try:
-                finish = choice.advance(output)
-                self.metrics.tokens(choice, len(output.token_ids), now)
-            except Exception as error:
-                self._fail(choice, error)
-                continue
-            if finish is not None:
-                if finish is not output.finish:  # found in the text: the scheduler must be told
-                    self.scheduler.finish(output.request.request_id, finish)
-                self._leave(choice)
+            await pace.step()
+            self._deliver_one(output, now)
+
+    def _deliver(self, news: list[RequestOutput], now: float) -> None:
+        for output in news:
+            self._deliver_one(output, now)
+
+    def _deliver_one(self, output: RequestOutput, now: float) -> None:
+        choice = self._live.get(output.request.request_id)
+        if choice is None:  # ended already: a late token of the step in flight
+            return
+        try:
+            finish = choice.advance(output)
+            self.metrics.tokens(choice, len(output.token_ids), now)
+        except Exception as error:
+            self._fail(choice, error)
+            return
+        if finish is not None:
+            if finish is not output.finish:  # found in the text: the scheduler must be told
+                self.scheduler.finish(output.request.request_id, finish)
+            self._leave(choice)
 
     def _close(self, choice: ChoiceOutput, finish: Finish) -> None:
         """Ends a choice from outside; its rows and pages follow when no step names them."""

@@ -11,7 +11,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from runtime.errors import GenerationFailed
 from runtime.request import Finish, FinishReason
 from server.generation.stop_rules import StopScanner
 from server.grammars.bits import forbid
@@ -124,7 +123,7 @@ class Matcher(Protocol):
     `fill_mask` takes one row of int32 words, bit t % 32 of word t // 32 allowing token t.
     """
 
-    failed: str | None
+    failed: LoomserveError | None
     refused: LoomserveError | None
 
     @property
@@ -252,12 +251,12 @@ class ChoiceOutput:
     def fill_mask(self, bits: NDArray[np.int32]) -> None:
         """Writes which tokens may come next into a row that allows all.
 
-        Raises: GenerationFailed: the grammar cannot go on.
+        Raises: LoomserveError: the grammar cannot go on.
         """
         if self.matcher is not None:
             self.matcher.fill_mask(bits)
             if self.matcher.failed is not None:
-                raise GenerationFailed(self.matcher.failed)
+                raise self.matcher.failed
         if self._bad_words is not None:
             forbid(bits, self._bad_words.completing(self.request.output_ids))
 
@@ -286,7 +285,7 @@ class ChoiceOutput:
         assert matcher is not None
         matcher.accept(token_id)
         if matcher.failed is not None:
-            raise GenerationFailed(matcher.failed)
+            raise matcher.failed
         # Complete on the last allowed token is complete, not cut.
         if (finish is None or finish.reason is FinishReason.LENGTH) and matcher.is_terminated():
             return Finish(FinishReason.STOP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.runner import SampleMasks
+from server.generation.pace import Pace
 from server.grammars.bits import all_allowed
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def needs_mask(batch: ScheduleBatch, live: Mapping[str, ChoiceOutput]) -> bool:
     return bool(_constrained(batch, live))
 
 
-def token_masks(
+async def token_masks(
     batch: ScheduleBatch,
     live: Mapping[str, ChoiceOutput],
     vocab_size: int,
@@ -27,7 +28,8 @@ def token_masks(
 ) -> SampleMasks | None:
     """Masks of the step's constrained rows; None where there are none.
 
-    Rows whose request has ended meanwhile are left free: their token is dropped.
+    Rows whose request has ended meanwhile are left free: their token is dropped. Others may run
+    between two rows.
 
     Args: fail: told of a request whose mask cannot be made; its row is left free as well.
     """
@@ -35,7 +37,11 @@ def token_masks(
     if not rows:
         return None
     bits = all_allowed(len(rows), vocab_size)
+    pace = Pace()
     for row_bits, choice in zip(bits, rows.values(), strict=True):
+        await pace.step()
+        if live.get(choice.request.request_id) is not choice:
+            continue
         try:
             choice.fill_mask(row_bits)
         except Exception as error:

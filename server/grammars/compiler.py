@@ -26,6 +26,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -51,6 +52,11 @@ log = logging.getLogger("loomserve.grammars")
 CACHED_GRAMMARS = 256
 # Compiling takes a thread up to 0.8 s for so many (600,000 took 5 s).
 MAX_CHARACTERS = 150_000
+# Processor time of the event loop that a request's masks may take: this, and for each token so much
+# more. A mask and its token take 0.3 ms, an object of 440 optional keys once 12 ms; where rules are
+# ambiguous (e: e e | "a") the time grows with the square of the output.
+MASK_SECONDS = 0.04
+MASK_SECONDS_A_TOKEN = 0.001
 # State and schema stay out of messages: they may hold what the prompt holds.
 _LIMITS = LLParserLimits(verbose_errors=False)
 
@@ -97,6 +103,7 @@ class GrammarMatcher:
         "_compilation",
         "_ends",
         "_grammar",
+        "_left_s",
         "_matcher",
         "_taken",
         "_when_known",
@@ -111,10 +118,11 @@ class GrammarMatcher:
         self._matcher: LLMatcher | None = None
         self._ends = ends
         self._taken = 0
+        self._left_s = MASK_SECONDS
         self._when_known: Callable[[], None] | None = None
         self.min_tokens = min_tokens
         self.refused: LoomserveError | None = None
-        self.failed: str | None = None
+        self.failed: LoomserveError | None = None
 
     @property
     def ready(self) -> bool:
@@ -158,14 +166,16 @@ class GrammarMatcher:
         nothing is allowed.
         """
         matcher = self._started()
+        begun = time.thread_time()
         words = self._grammar.compiler.words
         # A tokenizer may know more ids than the model can sample.
         row = bits if bits.size == words else np.zeros(words, dtype=np.int32)
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if row is not bits:
             bits[:] = row[: bits.size]
+        self._spend(time.thread_time() - begun)
         if matcher.is_error():
-            self.failed = self.failed or in_words(matcher.get_error())
+            self.failed = self.failed or self._limit(in_words(matcher.get_error()))
             bits.fill(0)
         elif self._taken < self.min_tokens and not matcher.is_stopped():
             forbid(bits, self._ends)
@@ -176,8 +186,21 @@ class GrammarMatcher:
         if self.failed is not None or matcher.is_stopped():
             return
         self._taken += 1
+        self._left_s = min(MASK_SECONDS, self._left_s + MASK_SECONDS_A_TOKEN)
+        begun = time.thread_time()
         if not matcher.consume_token(token_id):
-            self.failed = in_words(matcher.get_error())
+            self.failed = self._limit(in_words(matcher.get_error()))
+        self._spend(time.thread_time() - begun)
+
+    def _spend(self, seconds: float) -> None:
+        """Counts what the library took; what takes too much of everybody's time fails."""
+        self._left_s -= seconds
+        if self._left_s < 0 and self.failed is None:
+            self.failed = self._limit("the output has become too ambiguous under it")
+
+    def _limit(self, reason: str) -> InvalidRequest:
+        param = self._grammar.param
+        return InvalidRequest(f"{param}: {reason}", param=param)
 
     def is_terminated(self) -> bool:
         """The output is complete and can only end."""

@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from runtime.errors import EngineDead, GenerationFailed
+from runtime.errors import EngineDead, GenerationFailed, InvalidRequest
 from runtime.request import Request, SamplingParams
 from server.generation import metrics, output
 from server.generation.output import ChoiceRules
@@ -54,13 +54,13 @@ async def test_a_grammar_that_raises_ends_its_request(where, disable_overlap):
 @pytest.mark.parametrize("when", ["fill_mask", "accept"])
 async def test_a_grammar_that_meets_a_limit_ends_its_request_with_the_reason(when):
     def fail(self, *arguments):
-        self.failed = "the grammar has more states than are allowed"
+        self.failed = InvalidRequest("the grammar has more states than are allowed")
 
     async with fake_server() as server:
         stream = server.service.engine.submit(
             [request_of([1], Scripted(**{when: fail}))], ChoiceRules()
         )
-        with pytest.raises(GenerationFailed, match="more states than are allowed"):
+        with pytest.raises(InvalidRequest, match="more states than are allowed"):
             await read(stream)
         await server.wait_idle()
 

@@ -145,6 +145,7 @@ def test_stop_expressions(expression, pieces, text, matched):
         pytest.param("a" * 513, "has 513 characters in all; at most 512", id="long"),
         pytest.param("((a{999}){999}){999}", "invalid repetition size", id="memory"),
         pytest.param("(?:" * 30 + "a" + "){2,3}" * 30, "invalid repetition size", id="doubling"),
+        pytest.param("(?:" * 60 + "a" + "b)*c" * 60, "one within another", id="nested"),
         pytest.param("(a{900}|b{900})", "too large once its repetitions", id="large"),
         pytest.param("(a(?=b)|c)+", "assert is not supported", id="look-ahead"),
         pytest.param("(?<=x)y", "assert is not supported", id="look-behind"),

@@ -106,10 +106,23 @@ async def test_a_limit_met_while_running_ends_that_request_with_its_reason():
         status, body = await server.post(
             "/v1/completions", {"prompt": "x", "guided_grammar": AMBIGUOUS, "max_tokens": 30}
         )
-        assert status == 500
+        assert (status, body["error"]["param"]) == (400, "guided_grammar")
         assert "too ambiguous" in body["error"]["message"]
         assert len((await other)["choices"][0]["text"]) == 30
         await server.wait_idle()
+
+
+@pytest.mark.parametrize(
+    "grammar", ['start: e\ne: e e | "a"', 'root ::= e\ne ::= e e e | e e | "a" | "b"']
+)
+async def test_rules_whose_masks_take_ever_longer_end_their_request_alone(grammar):
+    """Each mask takes as long as the square of what there is: at 400 letters 0.1 s, for all."""
+    async with fake_server() as server:
+        fields = {"guided_grammar": grammar, "max_tokens": 2000, "ignore_eos": True}
+        status, body = await server.post("/v1/completions", {"prompt": "x", **fields})
+        assert (status, body["error"]["param"]) == (400, "guided_grammar")
+        assert "too ambiguous" in body["error"]["message"]
+        await server.complete(max_tokens=2)
 
 
 async def test_a_tool_of_too_many_parameters_is_refused_where_calls_are_keyword_arguments():
