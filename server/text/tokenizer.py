@@ -163,7 +163,7 @@ class Tokenizer:
         """Raises: ContextTooLong: seen without tokenizing."""
         if most is not None:
             for text in texts:
-                if self._least.exceed(text, most.tokens):
+                if len(text) > most.tokens and self._least.exceed(text, most.tokens):
                     raise _too_long(param, f"{len(text)} characters", most)
 
     def _encoded(
