@@ -51,6 +51,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "max_prefill_tokens": {"page_size": 1},
     "ssl_certfile": {"ssl_keyfile": "key.pem"},
     "ssl_keyfile": {"ssl_certfile": "cert.pem"},
+    "kv_events_replay": {"kv_events": "tcp://*:5557"},
+    "kv_events_topic": {"kv_events": "tcp://*:5557"},
     "truncation_align_size": {"page_size": 1, "max_prefill_tokens": LARGEST_INTEGER},
 }
 
