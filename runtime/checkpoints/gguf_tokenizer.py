@@ -35,6 +35,16 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# Words end before a capital that follows small letters.
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_LETTERS}{_CAPITALS}*{_SMALL}+|{_LETTERS}{_CAPITALS}+{_SMALL}*|\p{{N}}|{_REST}"
+_SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT_4O = (
+    rf"{_LETTERS}{_CAPITALS}*{_SMALL}+{_SHORT_FORMS}|{_LETTERS}{_CAPITALS}+{_SMALL}*{_SHORT_FORMS}"
+    rf"|\p{{N}}{{1,3}}|{_REST}"
+)
 
 
 def _regex(pattern: str) -> Any:
@@ -68,13 +78,32 @@ class _Rule(NamedTuple):
 
 
 _LLAMA3_RULE = _Rule(lambda: _regex(_LLAMA3), whole_words=True, add_bos=True)
+_LLAMA3_SPLIT = _Rule(lambda: _regex(_LLAMA3))
+_DIGITS_RULE = _Rule(_digits)
+_GPT_2_RULE = _Rule(lambda: pre.ByteLevel(add_prefix_space=False, use_regex=True))
 _RULES = {  # by tokenizer.ggml.pre; what goes with them is llama.cpp's (llama-vocab.cpp)
-    "smollm": _Rule(_digits),
-    "gpt-2": _Rule(lambda: pre.ByteLevel(add_prefix_space=False, use_regex=True)),
+    "smollm": _DIGITS_RULE,
+    "refact": _DIGITS_RULE,
+    "command-r": _DIGITS_RULE,
+    "starcoder": _DIGITS_RULE,
+    "codeshell": _DIGITS_RULE,
+    "exaone": _DIGITS_RULE,
+    "minerva-7b": _DIGITS_RULE,
+    "gpt-2": _GPT_2_RULE,
+    "olmo": _GPT_2_RULE,
+    "mpt": _GPT_2_RULE,
+    "dbrx": _LLAMA3_SPLIT,
+    "smaug-bpe": _LLAMA3_SPLIT,
+    "glm4": _LLAMA3_SPLIT,
+    "chatglm-bpe": _LLAMA3_SPLIT,
+    "tekken": _Rule(lambda: _regex(_TEKKEN), whole_words=True, add_bos=True),
+    "gpt-4o": _Rule(lambda: _regex(_GPT_4O)),
     "llama-bpe": _LLAMA3_RULE,
     "llama3": _LLAMA3_RULE,
     "llama-v3": _LLAMA3_RULE,
     "qwen2": _Rule(lambda: _regex(_QWEN2), nfc=True),
+    "deepseek-r1-qwen": _Rule(lambda: _regex(_QWEN2)),
+    "stablelm2": _Rule(lambda: _regex(_QWEN2)),
 }
 
 

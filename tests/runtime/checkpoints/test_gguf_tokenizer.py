@@ -42,6 +42,28 @@ def byte_level(rule: str, **more):
     return build_tokenizer(GgufMetadata(FILE, {**metadata, **more}))
 
 
+WORDS = "HelloWorld's don'T ABc 12345 a1"
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        # As the patterns of the models' own tokenizer.json files split it.
+        ("tekken", "Hello|World|'s|Ġdon|'T|ĠABc|Ġ|1|2|3|4|5|Ġa|1"),
+        ("gpt-4o", "Hello|World's|Ġdon'T|ĠABc|Ġ|123|45|Ġa|1"),
+        ("dbrx", "HelloWorld|'s|Ġdon|'T|ĠABc|Ġ|123|45|Ġa|1"),
+        ("glm4", "HelloWorld|'s|Ġdon|'T|ĠABc|Ġ|123|45|Ġa|1"),
+        ("deepseek-r1-qwen", "HelloWorld|'s|Ġdon|'T|ĠABc|Ġ|1|2|3|4|5|Ġa|1"),
+        ("olmo", "HelloWorld|'s|Ġdon|'|T|ĠABc|Ġ12345|Ġa|1"),
+        ("refact", "HelloWorld|'s|Ġdon|'|T|ĠABc|Ġ|1|2|3|4|5|Ġa|1"),
+        ("command-r", "HelloWorld|'s|Ġdon|'|T|ĠABc|Ġ|1|2|3|4|5|Ġa|1"),
+    ],
+)
+def test_words_are_split_by_the_rule(rule: str, expected: str) -> None:
+    split = byte_level(rule).pre_tokenizer.pre_tokenize_str(WORDS)
+    assert [piece for piece, _ in split] == expected.split("|")
+
+
 def pieces(tokenizer, text: str) -> list[str]:
     return tokenizer.encode(text).tokens
 
@@ -104,7 +126,7 @@ def test_texts_are_composed_where_the_models_own_tokenizer_does_so():
 
 
 def test_an_unknown_splitting_rule_is_refused():
-    with pytest.raises(ModelError, match=r"rule 'mystery': must be one of smollm, gpt-2"):
+    with pytest.raises(ModelError, match=r"rule 'mystery': must be one of smollm, refact,"):
         byte_level("mystery")
 
 
