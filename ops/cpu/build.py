@@ -228,9 +228,12 @@ def _build(
                 for source, out in zip(sources, objects, strict=True)
             ]
             runs = [pool.submit(_run, command) for command in commands]
-            for count, run in enumerate(as_completed(runs), 1):
-                run.result()
-                progress(f"compiling: {count} of {len(sources)} files of CPU kernels")
+            try:
+                for count, run in enumerate(as_completed(runs), 1):
+                    run.result()
+                    progress(f"compiling: {count} of {len(sources)} files of CPU kernels")
+            finally:
+                pool.shutdown(cancel_futures=True)  # where one has failed
         library = Path(work) / target.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(library)])
         library.chmod(0o755)  # whatever the umask
@@ -242,9 +245,14 @@ def _build(
 
 
 def _run(command: list[str]) -> None:
+    """Raises: KernelBuildError: its first line says what happened, the others all that was told."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise KernelBuildError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        what = next((line for line in lines if "error" in line.lower()), "".join(lines[:1]))
+        raise KernelBuildError(
+            f"{command[0]} failed: {what}\n{' '.join(command)}\n{done.stderr[-2000:]}"
+        )
 
 
 if __name__ == "__main__":  # python -m ops.cpu.build CACHE_DIR: what this machine needs

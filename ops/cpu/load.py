@@ -58,8 +58,9 @@ def load_cpu_ops(
     except build.KernelBuildError as error:
         if options.kernels == "native":
             raise
-        reason = str(error)
+        reason, _, details = str(error).partition("\n")
         log.warning("no native CPU kernels, plain torch serves: %s", reason)
-        return CpuOps(), f"torch: {reason.splitlines()[0]}"
+        log.debug("%s", details)
+        return CpuOps(), f"torch: {reason}"
     library = Library(file, options.threads, options.pinning)
     return NativeOps(library), f"native {path}, {library.threads} threads"

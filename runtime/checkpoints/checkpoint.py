@@ -84,10 +84,13 @@ def is_gguf(path: Path) -> bool:
         return False
     if not path.exists():
         hint = ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        hub_id = re.fullmatch(
+            r"(?:(?:https?|hf):/+(?:huggingface\.co/)?)?([\w.-]+/[\w.-]+)", str(path)
+        )
+        if hub_id:
             hint = (
                 ". If it is a model of the Hugging Face hub, fetch it first (hf download"
-                f" {path} --local-dir FOLDER) and name the folder"
+                f" {hub_id[1]} --local-dir FOLDER) and name the folder"
             )
         raise ModelError(f"{path}: no such folder or file{hint}")
     if path.suffix != ".gguf":

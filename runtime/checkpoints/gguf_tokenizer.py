@@ -208,7 +208,9 @@ def write_tokenizer(checkpoint: GgufCheckpoint, folder: Path) -> None:
     """Puts config.json, generation_config.json, tokenizer.json, tokenizer_config.json and the
     file's chat templates into `folder`. Raises: ModelError: see above."""
     metadata = checkpoint.metadata
-    build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    # Not by the library's `save`, whose errors are none of the system's.
+    text = build_tokenizer(metadata).to_str(pretty=True)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     tokens = metadata.texts("tokenizer.ggml.tokens")
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

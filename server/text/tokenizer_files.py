@@ -108,8 +108,9 @@ def _by_transformers(
         loaded = Loader.from_pretrained(str(folder), trust_remote_code=False)
         backend = loaded.backend_tokenizer
     except Exception as error:  # whatever its many readers raise
+        missing = "" if (folder / "tokenizer.json").is_file() else " (there is no tokenizer.json)"
         raise ModelError(
-            f"{folder}: holds no tokenizer that can be read: {_first_line(error)}"
+            f"{folder}: holds no tokenizer that can be read{missing}: {_first_line(error)}"
         ) from None
     special = {name: str(text) for name in _NAMES if (text := getattr(loaded, name, None))}
     return backend, special

@@ -88,8 +88,10 @@ def test_processes_that_start_together_build_once(compiler: Path, tmp_path: Path
 def test_a_failed_build_leaves_nothing_and_says_why(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_ERROR", "the disk is on fire")
-    with pytest.raises(build.KernelBuildError, match="the disk is on fire"):
+    monkeypatch.setenv("FAKE_ERROR", "as: a hint\nerror: the disk is on fire\nmore")
+    with pytest.raises(
+        build.KernelBuildError, match="fake-c\\+\\+ failed: error: the disk is on fire"
+    ):
         build.build_library("avx2", tmp_path / "cache")
     assert [p.name for p in (tmp_path / "cache" / "kernels").iterdir()] == ["lock"]
 
@@ -179,6 +181,22 @@ def test_what_a_killed_build_left_is_swept_by_the_next(compiler: Path, tmp_path:
     library = build.build_library("avx2", tmp_path / "cache")
     there = {path.name for path in kernels.iterdir()}
     assert there == {"lock", library.name, library.with_suffix(".sha256").name}
+
+
+def test_where_the_build_fails_torch_serves_after_one_line(
+    compiler: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("FAKE_ERROR", "a.s: Fatal error: No space left on device\na.o: gone")
+    monkeypatch.setattr(build, "available_paths", lambda: ["avx2"])
+    with caplog.at_level(logging.INFO):
+        ops, description = load_cpu_ops(CpuOptions(cache_dir=tmp_path / "cache"), lambda _: None)
+    assert type(ops) is CpuOps
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.endswith("No space left on device")
+    assert description.endswith("No space left on device")
 
 
 def test_an_unwritable_cache_is_an_error_with_its_path(compiler: Path, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
 
 from runtime.checkpoints import gguf_checkpoint, gguf_split
+from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
 from runtime.checkpoints.gguf_file import GgufFile
 from runtime.checkpoints.gguf_metadata import GgufMetadata
-from runtime.checkpoints.gguf_tokenizer import build_tokenizer
+from runtime.checkpoints.gguf_tokenizer import build_tokenizer, write_tokenizer
 from runtime.checkpoints.model_folder import model_folder
 from runtime.errors import ModelError
 from tests.runtime.checkpoints.tiny_models import (
@@ -226,3 +227,17 @@ def test_a_file_may_have_several_chat_templates(tmp_path):
 def test_a_folder_is_its_own_model_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert model_folder(tmp_path, tmp_path / "cache", print) == tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]
+)
+def test_a_full_disk_is_the_system_s_own_error(tmp_path, name):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("the system has no device that is always full")
+    checkpoint = GgufCheckpoint(write_gguf(make_llama(), tmp_path / "m.gguf", Kind.F16))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(full)
+    with pytest.raises(OSError, match="No space left"):
+        write_tokenizer(checkpoint, tmp_path / "out")

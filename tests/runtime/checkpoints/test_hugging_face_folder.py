@@ -154,9 +154,13 @@ def test_writing_to_a_tensor_never_reaches_the_file(folder):
     assert same(read_all(open_checkpoint(path)), tensors)
 
 
-def test_a_name_of_the_hub_is_explained():
-    with pytest.raises(ModelError, match=r"org/a-model: no such folder .*hf download org/a-model"):
-        open_checkpoint(Path("org/a-model"))
+@pytest.mark.parametrize("start", ["", "https://huggingface.co/", "hf://"])
+def test_a_name_of_the_hub_is_explained(start):
+    with pytest.raises(ModelError, match=r"org/a-model: no such folder .*hf download org/a-model "):
+        open_checkpoint(Path(f"{start}org/a-model"))
+
+
+def test_what_can_be_no_name_of_the_hub_is_just_not_there():
     for path in ("missing", "a/b/c", "./org/a-model/", "/no/where"):
         with pytest.raises(ModelError, match=r"no such folder or file$"):
             open_checkpoint(Path(path).absolute())
