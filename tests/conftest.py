@@ -8,3 +8,6 @@ import os
 # them in Triton's interpreter. Compilation is tested in processes of its own.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+# Before anything imports torch: its tensors are tiny here, and to wake threads for them, which then
+# spin for more, takes five times as long as the work.
+os.environ["OMP_NUM_THREADS"] = "1"

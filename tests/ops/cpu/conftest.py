@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,13 @@ def open_ops(path: str, threads: int = 2) -> NativeOps:
     return NativeOps(Library(library, threads))
 
 
-@pytest.fixture(scope="session", params=build.available_paths() or ["none"])
+def paths_to_test() -> list[Any]:
+    """All that this machine has; those that it would not serve with take their time."""
+    paths = build.available_paths() or ["none"]
+    return [paths[0], *(pytest.param(path, marks=pytest.mark.slow) for path in paths[1:])]
+
+
+@pytest.fixture(scope="session", params=paths_to_test())
 def native(request: pytest.FixtureRequest) -> NativeOps:
     if request.param == "none":
         pytest.skip("this CPU has no native instruction path")

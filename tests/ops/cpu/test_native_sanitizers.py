@@ -75,7 +75,7 @@ def check_under(
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow"]
+    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x"]
     command.append("--capture=sys")  # a report comes from C and ends the process
     command += ["-k", " or ".join(paths), *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

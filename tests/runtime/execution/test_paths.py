@@ -55,7 +55,7 @@ def model(folder: Path) -> PreTrainedModel:
     return make_model(folder, "llama", scale=0.12, seed=5)
 
 
-@pytest.fixture(scope="module", params=["torch", "auto"])
+@pytest.fixture(scope="module", params=[pytest.param("torch", marks=pytest.mark.slow), "auto"])
 def runner(
     folder: Path, model: PreTrainedModel, request: pytest.FixtureRequest
 ) -> Iterator[ModelRunner]:

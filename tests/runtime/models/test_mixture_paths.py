@@ -44,7 +44,7 @@ def model(folder: Path) -> PreTrainedModel:
     )
 
 
-@pytest.fixture(scope="module", params=["torch", "auto"])
+@pytest.fixture(scope="module", params=[pytest.param("torch", marks=pytest.mark.slow), "auto"])
 def runner(
     folder: Path, model: PreTrainedModel, request: pytest.FixtureRequest
 ) -> Iterator[ModelRunner]:

@@ -106,12 +106,12 @@ def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_every_request_ends_with_the_books_right(policy: str, page_size: int) -> None:
     made = Workload(
-        requests=120, rate=60.0, input_tokens=(5, 100), output_tokens=(60, 120), prefix_groups=4,
+        requests=50, rate=60.0, input_tokens=(5, 60), output_tokens=(30, 60), prefix_groups=4,
         prefix_tokens=64, cold_share=0.3, max_new_factor=1.2, seed=3,
     ).arrivals()  # fmt: skip
     made[10].abort_after_s = 0.05
     options = {
-        "capacity_tokens": 1600, "context_length": 512, "page_size": page_size,
+        "capacity_tokens": 800, "context_length": 512, "page_size": page_size,
         "chunked_prefill_size": 48, "schedule_policy": policy, "schedule_conservativeness": 0.1,
     }  # fmt: skip
     result = checked(options, made)

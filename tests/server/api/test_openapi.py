@@ -133,7 +133,7 @@ def test_whatever_is_sent_no_5xx_and_no_answer_against_its_schema(small, route):
     for mode in modes:
 
         @settings(
-            max_examples=30 if route.request else 5,
+            max_examples=20 if route.request else 5,
             deadline=None,
             derandomize=True,
             database=None,
