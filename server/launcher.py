@@ -14,7 +14,7 @@ import uvloop
 
 from runtime.errors import ConfigError, LoomserveError
 from server.console import progress, set_up_logging
-from server.http.sockets import forget_path, listen, listen_on_path
+from server.http.sockets import allow_files, forget_path, listen, listen_on_path
 from server.loading import load
 from server.service import make_service
 from server.serving import serve
@@ -22,6 +22,9 @@ from server.startup import answering_probes
 
 if TYPE_CHECKING:
     from server.config import ServerConfig
+
+# Files of a server without connections: its weights, sockets, libraries, and as many again.
+OWN_FILES = 128
 
 
 def run(config: ServerConfig) -> int:
@@ -32,6 +35,7 @@ def run(config: ServerConfig) -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
         signal.signal(signal.SIGHUP, _leave_while_starting)
     started = time.perf_counter()
+    _allow_connections(config.max_connections)
     try:
         sockets = listen_on_path(config.uds) if config.uds else listen(config.host, config.port)
         context = tls_context(config)
@@ -59,6 +63,15 @@ def run(config: ServerConfig) -> int:
         if config.uds:
             forget_path(config.uds)
     return 0
+
+
+def _allow_connections(most: int) -> None:
+    files = allow_files(most + OWN_FILES)
+    if files < most + OWN_FILES:
+        progress(
+            f"max_connections {most}: this process may open {files} files (ulimit -n), so fewer"
+            " connections can be served"
+        )
 
 
 def _leave_while_starting(number: int, frame: object) -> None:

@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from server.http.connections import Connections
 from server.http.errors import Loading, error_answer
-from server.http.sockets import BACKLOG
+from server.http.listeners import open_listener
+from server.http.protocol import protocol_factory
 from server.service import json_response
 
 if TYPE_CHECKING:
     import socket
     import ssl
     from collections.abc import Iterator, Sequence
+
+
+MOST_CONNECTIONS = 256
+TIMEOUT_S = 20.0
 
 
 @contextmanager
@@ -48,13 +54,18 @@ async def _serve(
 ) -> None:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", _answer)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()
-    for sock in sockets:
-        # What is closed in the end is the copy; the socket goes on listening.
-        site = web.SockSite(runner, sock.dup(), ssl_context=tls, backlog=BACKLOG)
-        await site.start()
+    assert runner.server is not None
+    protocols = protocol_factory(runner.server, access_log=None)
+    connections = Connections(
+        most=MOST_CONNECTIONS, header_timeout_s=TIMEOUT_S, idle_timeout_s=TIMEOUT_S
+    )
+    # What is closed in the end are copies; the sockets go on listening.
+    listeners = [await open_listener(one.dup(), protocols, connections, tls) for one in sockets]
     await stop.wait()
+    for listener in listeners:
+        listener.close()
     await runner.cleanup()
 
 

@@ -87,7 +87,7 @@ async def read_decoded(request: web.Request, most: int) -> bytes:
         decoded = await asyncio.to_thread(decoder.decompress, data, most + 1)
         if len(decoded) > most:
             raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(decoded))
-        if decoder.eof:
+        if decoder.eof and not decoder.unused_data:
             return decoded
     except zlib.error:
         pass

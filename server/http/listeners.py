@@ -65,8 +65,9 @@ class TlsListener:
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        self._accepting.cancel()
-        self._sock.close()
+        self._accepting.add_done_callback(lambda _: self._sock.close())  # which it still watches
+        for task in (self._accepting, *self._tasks):
+            task.cancel()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import socket
 import stat
 from typing import TYPE_CHECKING
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048
 _TCP_CLOSE = 7  # of Linux's tcp_info, whose first byte is the state
+
+
+def allow_files(count: int) -> int:
+    """Raises this process's limit of open files to `count`, as far as it may. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return count
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # macOS has a limit beside the one it tells
+        return soft
+    return wanted
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

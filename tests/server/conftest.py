@@ -1,7 +1,9 @@
-"""Servers that the tests of the API share."""
+"""What the tests of the server share: servers, and a certificate."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,3 +38,16 @@ def real() -> Iterator[Served]:
         served.model = served.openai.models.list().data[0].id
         yield served
         served.close()
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """Files of a certificate for 127.0.0.1 and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key

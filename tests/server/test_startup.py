@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
+import ssl
 import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
+from server.args import make_config
 from server.http.sockets import base_url, listen
+from server.launcher import tls_context
 from server.startup import answering_probes
 
 
@@ -60,6 +64,34 @@ def test_loading_that_fails_leaves_no_thread(end):
     before = threading.active_count()
     with pytest.raises(end), answering_probes(sockets, None):
         raise end
+    assert threading.active_count() == before
+    for sock in sockets:
+        sock.close()
+
+
+def test_what_is_no_http_is_answered_in_json_without_a_traceback(caplog):
+    (sock,) = listen("127.0.0.1", 0)
+    with answering_probes([sock], None), socket.create_connection(sock.getsockname()) as client:
+        client.settimeout(30)
+        client.sendall(b"GARBAGE\r\n\r\n")
+        with client.makefile("rb") as answer:
+            head, _, body = answer.read().partition(b"\r\n\r\n")
+    sock.close()
+    assert b" 400 " in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_a_handshake_that_does_not_end_does_not_keep_the_server_from_its_start(certificate):
+    cert, key = map(str, certificate)
+    tls = tls_context(make_config({"ssl_certfile": cert, "ssl_keyfile": key}))
+    sockets = listen("127.0.0.1", 0)
+    before = threading.active_count()
+    trust = ssl.create_default_context(cafile=cert)
+    with answering_probes(sockets, tls), socket.create_connection(sockets[0].getsockname()):
+        url = base_url(sockets, tls=True)
+        with urllib.request.urlopen(url + "/health", timeout=30, context=trust) as answer:
+            assert json.load(answer) == {"status": "ok"}
     assert threading.active_count() == before
     for sock in sockets:
         sock.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 
@@ -303,12 +304,21 @@ async def test_refused_requests_leave_nothing_behind():
         await server.complete(max_tokens=2)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-async def test_a_body_that_cannot_be_decompressed_is_the_client_s_fault(encoding):
+@pytest.mark.parametrize(
+    ("encoding", "data"),
+    [
+        pytest.param("gzip", b"\x1f\x8b\x00garbage", id="gzip"),
+        pytest.param("deflate", b"\x1f\x8b\x00garbage", id="deflate"),
+        pytest.param("gzip", gzip.compress(b'{"prompt": "a"}')[:-9], id="cut"),
+        pytest.param("gzip", gzip.compress(b'{"prompt": "a"}') + b"more", id="more-behind-it"),
+        pytest.param("gzip", gzip.compress(b'{"prompt": "a"}') * 2, id="two-in-one"),
+    ],
+)
+async def test_a_body_that_cannot_be_decompressed_is_the_client_s_fault(encoding, data):
     async with fake_server() as server:
         headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
         url = server.url + "/v1/completions"
-        async with server.client.post(url, data=b"\x1f\x8b\x00garbage", headers=headers) as answer:
+        async with server.client.post(url, data=data, headers=headers) as answer:
             assert answer.status == 400
             assert encoding in (await answer.json())["error"]["message"]
 

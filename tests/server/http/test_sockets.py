@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 
@@ -10,7 +11,7 @@ import pytest
 
 from runtime.errors import ConfigError
 from server.args import make_config
-from server.http.sockets import base_url, listen, listen_on_path
+from server.http.sockets import allow_files, base_url, listen, listen_on_path
 from server.launcher import tls_context
 from tests.fakes import fake_server
 
@@ -20,6 +21,21 @@ def test_a_taken_port_is_named():
     port = taken.getsockname()[1]
     with taken, pytest.raises(ConfigError, match=f"127.0.0.1:{port}: address already in use"):
         listen("127.0.0.1", port)
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard < 600:
+        pytest.skip("the machine's own limit leaves no room for this")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+        assert allow_files(400) == 400
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (500, hard)
+        assert allow_files(600) == 600
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (600, hard)
+        assert allow_files(hard + 1) == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_unknown_host_is_named():
