@@ -16,6 +16,7 @@ from server.api.fields import Body, served
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Text
 from server.args import public_options
+from server.generation.exposition import render
 from server.generation.params import GenerationParams
 from server.http.errors import Draining
 from server.service import SERVICE, json_response
@@ -66,7 +67,7 @@ async def health_generate(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
     return web.Response(
-        body=request.app[SERVICE].metrics.render(),
+        body=render(request.app[SERVICE].metrics),
         headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
     )
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from runtime.errors import EngineDead, GenerationFailed, LoomserveError
 from runtime.request import Finish, FinishReason
 from runtime.runner import failed_step
-from runtime.step_records import StepRecord, StepRecords
 from server.generation.output import ChoiceOutput, RequestStream
 from server.generation.pace import Pace
+from server.generation.step_reports import InFlight, StepReports
 from server.generation.token_masks import needs_mask, token_masks
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from runtime.request import Request, RequestOutput
     from runtime.runner import LaunchedStep, Runner
-    from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
     from server.generation.kv_events import KVEventPublisher
     from server.generation.metrics import Metrics
@@ -61,18 +60,6 @@ class Load:
     kv_usage: float
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """A step between launch and commit, and what its record will say of it."""
-
-    batch: ScheduleBatch
-    step: LaunchedStep
-    reason: str  # why the plan before it gave no batch
-    planned_s: float
-    launched_s: float
-    masked_rows: int = 0
-
-
 class Engine:
     """Generates.
 
@@ -98,7 +85,6 @@ class Engine:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.clock = clock
-        self.records = StepRecords()
         self.dead: EngineDead | None = None
         self._overlap = overlap
         self._kv_events = kv_events
@@ -107,8 +93,8 @@ class Engine:
         self._wake = asyncio.Event()  # of the idle loop
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
-        self._broken: str | None = None  # the last failed recount that was reported
-        self._target_feasible = True  # as last reported
+        self._reports = StepReports(scheduler, metrics)
+        self.records = self._reports.records
 
     # For handlers
 
@@ -191,7 +177,7 @@ class Engine:
                 raise
 
     async def _run(self) -> None:
-        flight: _InFlight | None = None
+        flight: InFlight | None = None
         reason = ""
         while not (self._stopping and flight is None and not self.scheduler.has_unfinished):
             following, reason = self._plan_and_launch(reason)
@@ -211,7 +197,7 @@ class Engine:
                 await self._rest()
             flight = following
 
-    def _plan_and_launch(self, last_reason: str) -> tuple[_InFlight | None, str]:
+    def _plan_and_launch(self, last_reason: str) -> tuple[InFlight | None, str]:
         """Launches the next step, if there is one; also why there was none."""
         planned = self.clock()
         plan = self.scheduler.plan(planned)
@@ -226,9 +212,9 @@ class Engine:
             step = failed_step(error)  # in its turn, after the step before it is committed
         if not self._masked_live or not needs_mask(batch, self._live):
             step.sample(None)
-        return _InFlight(batch, step, last_reason, planned, launched), ""
+        return InFlight(batch, step, last_reason, planned, launched), ""
 
-    async def _sample(self, flight: _InFlight) -> None:
+    async def _sample(self, flight: InFlight) -> None:
         """Lets a step sample whose masks had to wait for the tokens of the step before."""
         if not flight.step.may_sample:
             vocab_size = self.runner.info.vocab_size
@@ -236,7 +222,7 @@ class Engine:
             flight.masked_rows = len(masks.rows) if masks is not None else 0
             flight.step.sample(masks)
 
-    async def _finish(self, flight: _InFlight, later: _InFlight | None) -> bool:
+    async def _finish(self, flight: InFlight, later: InFlight | None) -> bool:
         """Waits for a step, applies and delivers what it gave.
 
         Args: later: the step launched after it. Where this one failed it is dropped.
@@ -250,12 +236,10 @@ class Engine:
             return False
         done = self.clock()
         await self._deliver_step(self.scheduler.commit(flight.batch, output, done), done)
-        self._record(flight, done, device_s=output.device_s)
+        self._reports.step(flight.record(done, self.clock(), device_s=output.device_s))
         return True
 
-    async def _take_back(
-        self, flight: _InFlight, later: _InFlight | None, error: Exception
-    ) -> None:
+    async def _take_back(self, flight: InFlight, later: InFlight | None, error: Exception) -> None:
         """A step has failed: neither it nor the one after it has ever been, for the scheduler.
 
         Raises: EngineDead: the device is gone.
@@ -269,7 +253,7 @@ class Engine:
             raise EngineDead(f"the device is gone ({_kind(gone)})") from gone
         now = self.clock()
         self._deliver(self.scheduler.fail(flight.batch, "the model step failed", now), now)
-        self._record(flight, now, failed=_kind(error))
+        self._reports.step(flight.record(now, self.clock(), failed=_kind(error)))
 
     async def _rest(self) -> None:
         """Nothing to compute: waits for work, or for the clock where requests wait for it."""
@@ -282,10 +266,7 @@ class Engine:
             await asyncio.sleep(0)
             if self._wake.is_set():  # what comes meanwhile goes first
                 return
-        broken = self.scheduler.statistics().invariant_error
-        if broken is not None and broken != self._broken:
-            self._broken = broken
-            log.error("the scheduler's books are wrong, serving goes on: %s", broken)
+        self._reports.recounted()
         await self._woken(None)
 
     async def _woken(self, limit_s: float | None) -> None:
@@ -370,53 +351,6 @@ class Engine:
             self.metrics.finished(choice, self.clock())
         except Exception:
             log.exception("request %s could not be counted", choice.request.request_id)
-
-    def _record(
-        self, flight: _InFlight, done: float, device_s: float = 0.0, failed: str | None = None
-    ) -> None:
-        batch = flight.batch
-        ids = [request.request_id for request in batch.requests]
-        record = StepRecord(
-            step=batch.step,
-            kind=batch.kind,
-            prefill_rows=batch.num_prefill,
-            decode_rows=batch.num_decode,
-            prefill_tokens=batch.prefill_tokens,
-            sampled_rows=len(batch.sampled),
-            masked_rows=flight.masked_rows,
-            prefill_ids=tuple(ids[: batch.num_prefill]),
-            decode_ids=tuple(ids[batch.num_prefill :]),
-            reason=flight.reason,
-            planned_s=flight.planned_s,
-            launched_s=flight.launched_s,
-            done_s=done,
-            committed_s=self.clock(),
-            plan_s=flight.launched_s - flight.planned_s,
-            device_s=device_s,
-            retry=batch.retry,
-            failed=failed,
-        )
-        self.records.append(record)
-        self.metrics.step(record)
-        self._watch_target()
-
-    def _watch_target(self) -> None:
-        """Says when --tpot-slo-ms gets out of reach, and when it is within reach again."""
-        feasible = self.scheduler.slo_feasible
-        if feasible is None or feasible is self._target_feasible:
-            return
-        self._target_feasible = feasible
-        target_ms = self.scheduler.config.tpot_slo_ms
-        if feasible:
-            log.info("tpot_slo_ms %g is feasible again", target_ms)
-            return
-        predicted_s = self.scheduler.statistics().predicted_step_s or 0.0
-        log.warning(
-            "tpot_slo_ms %g is not feasible: a step with these decode rows and the smallest chunk"
-            " is expected to take up to %.1f ms",
-            target_ms,
-            1e3 * predicted_s,
-        )
 
 
 async def _done(step: LaunchedStep) -> None:
