@@ -186,7 +186,8 @@ class RunnerConfig:
 
     model: str | None = option(
         None,
-        "a Hugging Face folder or a .gguf file; without it the embedded SmolLM2-135M-Instruct",
+        "a Hugging Face folder, a .gguf file, or a name on the hub (owner/name[@revision]);"
+        " without it the embedded SmolLM2-135M-Instruct",
         metavar="PATH",
     )
     cache_dir: str | None = option(

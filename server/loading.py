@@ -5,6 +5,7 @@ called: nothing else in server does.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,10 +31,12 @@ def load(config: ServerConfig) -> Parts:
 
     Raises: LoomserveError: of the kind that says what cannot be loaded, and why.
     """
+    from runtime.checkpoints.model_folder import model_folder
     from runtime.execution.early_kernels import compiling_kernels
 
     with compiling_kernels(config.runner, progress) as kernels_done:
-        name, folder = _model_files(config)
+        path, name = _model(config)
+        folder = model_folder(path, Path(config.runner.cache_dir or ""), progress)
         defaults = sampling_defaults(config.generation_config, folder)
         template = Path(config.chat_template) if config.chat_template is not None else None
         with ThreadPoolExecutor(1) as pool:
@@ -45,7 +48,7 @@ def load(config: ServerConfig) -> Parts:
             tokenizer = loading.result()
         kernels_done()
     runner, info = build_runner(
-        config.runner,
+        replace(config.runner, model=str(path)),
         page_size=config.scheduler.page_size,
         max_running_requests=config.scheduler.max_running_requests,
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
@@ -74,19 +77,20 @@ def load(config: ServerConfig) -> Parts:
     )
 
 
-def _model_files(config: ServerConfig) -> tuple[str, Path]:
-    """The model's name, and the folder of its config and tokenizer."""
+def _model(config: ServerConfig) -> tuple[Path, str]:
+    """Where the model is, and its name."""
     from runtime.checkpoints.embedded import ensure_embedded_model
-    from runtime.checkpoints.model_folder import model_folder
+    from runtime.checkpoints.hub import fetch, hub_name
 
-    assert config.runner.cache_dir is not None
-    cache_dir = Path(config.runner.cache_dir)
-    if config.runner.model is None:
-        path, name = ensure_embedded_model(cache_dir, progress), EMBEDDED_NAME
-    else:
-        path = Path(config.runner.model).expanduser()
-        name = path.resolve().name.removesuffix(".gguf")
-    return name, model_folder(path, cache_dir, progress)
+    model = config.runner.model
+    if model is None:
+        assert config.runner.cache_dir is not None
+        return ensure_embedded_model(Path(config.runner.cache_dir), progress), EMBEDDED_NAME
+    name = hub_name(model)
+    if name is not None:
+        return fetch(model, progress), name
+    path = Path(model).expanduser()
+    return path, path.resolve().name.removesuffix(".gguf")
 
 
 def sampling_defaults(option: str, folder: Path) -> SamplingDefaults:
