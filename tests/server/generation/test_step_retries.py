@@ -102,7 +102,9 @@ def guilty_at(part, moment):
                 continue
             sampled = row in batch.sampled
             if moment == "middle-chunk":
-                return row < batch.num_prefill and not sampled and batch.prefix_lens[row] > 0
+                # The last but one: two pieces in flight would fail together, and count as one.
+                end = batch.prefix_lens[row] + batch.extend_lens[row]
+                return row < batch.num_prefill and 0 < len(request.input_ids) - end <= 50
             if sampled and moment == "first-token":
                 return row < batch.num_prefill
             if sampled and moment == "later-token":
