@@ -1,4 +1,5 @@
-# Sourced by the scripts beside it, with $root set: one way to get a working .venv.
+# Sourced by the scripts beside it, with $root set: one way to get a working .venv, to say what a
+# script is for, and how long a part of it took.
 #
 # A stamp in .venv says for which pyproject.toml, place and extras it was made, so that a second
 # run starts at once. Making it is left to _environment.py, under a lock.
@@ -27,4 +28,18 @@ ensure_environment() {
     fi
     python=$(find_python)
     "$python" "$root/scripts/_environment.py" "$extras" "$wanted"
+}
+
+# The comment at the head of the script that runs.
+usage() {
+    sed -n '2,/^[^#]/ s/^# \{0,1\}//p' "$0"
+}
+
+# phase NAME COMMAND...: runs the command between two lines that name it and its seconds.
+phase() {
+    local name=$1 begin=$SECONDS
+    shift
+    echo "== $name"
+    "$@"
+    echo "== $name: $((SECONDS - begin)) s"
 }

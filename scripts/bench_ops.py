@@ -262,7 +262,9 @@ PARTS = {f.__name__: f for f in (linear, attention, small, sample, step)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all of them")
     parser.add_argument("--kernels", default="auto", choices=("auto", "native", "torch"))
     parser.add_argument("--threads", type=int, default=0, help="0: one per core")

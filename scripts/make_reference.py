@@ -10,6 +10,7 @@ the embedded model changes; the file names the weights it was made from by their
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -71,6 +72,9 @@ def generate(model: transformers.PreTrainedModel, prompt: list[int]) -> dict[str
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     folder = ensure_embedded_model(resolve_cache_dir(None, os.environ), print)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     cases = []
