@@ -11,8 +11,9 @@ from runtime.errors import InvalidRequest
 from server.api.answers import answer
 from server.api.fields import Body, refused, served
 from server.api.incoming import beside
-from server.api.kinds import Boolean, JsonObject
+from server.api.kinds import Boolean, Integer, JsonObject
 from server.formats.conversation import parse_messages
+from server.formats.thinking_budget import ThinkingLimit
 from server.formats.tools import parse_tools
 from server.service import SERVICE
 
@@ -38,6 +39,16 @@ class TemplateFields(Body):
     """What rules how a chat template renders any conversation."""
 
     chat_template_kwargs = served(JsonObject(), "further variables of the chat template")
+    thinking_budget = served(
+        Integer(-1),
+        "tokens of the reasoning at most, where --reasoning-parser tells it apart; -1: no bound",
+        names=(
+            "thinking_token_budget",
+            "max_thinking_tokens",
+            "thinking_budget_tokens",
+            "reasoning_budget_tokens",
+        ),
+    )
     unserved = (
         *refused("the template is the model's, or --chat-template's", "chat_template"),
         *refused("hand them to the template in chat_template_kwargs", "documents"),
@@ -58,6 +69,12 @@ class TemplateFields(Body):
         *refused("the chat template begins the answer", "generation_prompt"),
         *refused("the model has no such tasks", "task"),
     )
+
+    def thinking_limit(self) -> ThinkingLimit | None:
+        """The bound on the reasoning; None: that of the answer."""
+        most = self.thinking_budget
+        name = type(self).thinking_budget.names[0]
+        return None if most is None or most < 0 else ThinkingLimit(most, name)
 
     def kwargs(self, effort: str | None) -> dict[str, Any]:
         """Variables of the template. effort: how much to think, as far as the template knows it."""
@@ -144,6 +161,8 @@ class ChatRequest(Protocol):
 
     def rules(self) -> list[OutputRule]: ...
 
+    def thinking_limit(self) -> ThinkingLimit | None: ...
+
 
 async def answer_chat(
     request: web.Request,
@@ -189,7 +208,12 @@ async def plan_chat(request: web.Request, body: ChatRequest, *, counted: bool = 
 
     prompt_ids, tools, begun = await beside(request, rendered)
     params = await model_format.constrained(
-        params, body.rules(), tools=tools, prompt_ids=prompt_ids, begun=begun
+        params,
+        body.rules(),
+        tools=tools,
+        prompt_ids=prompt_ids,
+        begun=begun,
+        thinking=body.thinking_limit(),
     )
     return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, tools, begun))
 

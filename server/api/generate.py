@@ -113,7 +113,7 @@ class GenerateBody(RequestFields):
         *refused("the model reads text alone", "modalities", "multi_item_delimiter_indices"),
         *refused("requests are answered while the client waits", "background"),
         *refused("use sampling_params", "custom_logit_processor"),
-        *refused("thinking is bounded by max_new_tokens alone", "max_thinking_tokens"),
+        *refused("reasoning is bounded in conversations alone", "max_thinking_tokens"),
         *ignored("the model reasons where its template says so", "require_reasoning"),
         *ignored(
             "for SGLang's own processes",

@@ -13,6 +13,7 @@ from server.api.grammar_fields import SCHEMA
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Choice, Either, Form, Integer, Items, JsonObject, Text, Texts
 from server.api.messages_answer import AnthropicAnswer
+from server.formats.thinking_budget import ThinkingLimit
 from server.generation.stop_rules import MAX_CHARACTERS
 from server.grammars.output_rules import OutputRule
 from server.service import json_response
@@ -191,8 +192,8 @@ class Thinking(Body):
     type = required(
         Choice("enabled", "disabled", "adaptive"), "sets enable_thinking of the chat template"
     )
+    budget_tokens = served(Integer(0), "tokens of the thinking at most")
     unserved = (
-        *ignored("thinking is bounded by max_tokens alone", "budget_tokens"),
         *ignored("thoughts are not signed", "block_binding"),
         *refused("thinking is shown whole", display="summarized"),
     )
@@ -277,6 +278,12 @@ class ConversationBody(TemplateFields, GeneratingBody):
                 "kwargs": self._kwargs(),
             },
         )
+
+    def thinking_limit(self) -> ThinkingLimit | None:
+        own = None if self.thinking is None else self.thinking.budget_tokens
+        if own is None:
+            return super().thinking_limit()
+        return ThinkingLimit(own, "thinking.budget_tokens")
 
     def _kwargs(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

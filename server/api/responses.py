@@ -21,6 +21,7 @@ from server.api.grammar_fields import (
 from server.api.incoming import read_body
 from server.api.kinds import Boolean, Checked, Choice, Either, Integer, Items, JsonObject, Text
 from server.api.responses_answer import ResponseAnswer
+from server.formats.thinking_budget import ThinkingLimit
 from server.grammars.output_rules import OutputRule
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class ResponseReasoning(Body):
         Choice(*EFFORTS),
         "a variable of the chat template, where it has it; none also sets enable_thinking to false",
     )
+    max_tokens = served(Integer(0), "tokens of the reasoning at most")
     unserved = (
         *ignored("reasoning is given whole", "generate_summary", "summary"),
         *refused("reasoning of earlier turns is as the input has it", context="auto"),
@@ -242,6 +244,12 @@ class ResponseBody(TemplateFields, GeneratingBody):
     def generation(self, limits: ApiLimits) -> GenerationParams:
         """What it asks of the generation core."""
         return self.params(limits, self.max_output_tokens)
+
+    def thinking_limit(self) -> ThinkingLimit | None:
+        own = None if self.reasoning is None else self.reasoning.max_tokens
+        if own is None:
+            return super().thinking_limit()
+        return ThinkingLimit(own, "reasoning.max_tokens")
 
     def rules(self) -> list[OutputRule]:
         wanted = None if self.text is None else self.text.format

@@ -52,7 +52,7 @@ SAMPLING = (
         "repetition_detection",
     ),
     *refused(
-        "thinking is bounded by the answer's tokens alone",
+        "reasoning is bounded in conversations alone, where it is told apart",
         "max_thinking_tokens",
         thinking_token_budget=-1,
         thinking_budget_tokens=-1,

@@ -7,10 +7,12 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from runtime.errors import InvalidRequest
 from server.formats.conversation import fit
 from server.formats.events import Reasoning, Text
 from server.formats.reasoning import ReasoningParser, reasoning_family
 from server.formats.template_traits import TemplateTraits, find_traits
+from server.formats.thinking_budget import ThinkingBudget, ThinkingLimit
 from server.formats.tool_families import answer_source, tool_family
 from server.formats.tool_parser import mistral_call_id
 from server.grammars import sources
@@ -153,6 +155,7 @@ class ModelFormat:
         tools: ToolRequest | None = None,
         prompt_ids: Sequence[int] | None = None,
         begun: str = "",
+        thinking: ThinkingLimit | None = None,
     ) -> GenerationParams:
         """The parameters with the grammar that the request asks for; it is compiled while the
         request waits in the queue.
@@ -161,9 +164,45 @@ class ModelFormat:
             rules: what the request asks the output to look like.
             prompt_ids, begun: of a chat; where these have begun the reasoning, the grammar rules
                 what follows it.
+            thinking: a bound on the reasoning; None: that of the answer.
 
-        Raises: InvalidRequest: a grammar that is seen to be wrong without compiling it.
+        Raises: InvalidRequest: a grammar that is seen to be wrong without compiling it, or
+            reasoning that cannot be bounded.
         """
+        params = await self._with_grammar(params, rules, tools, prompt_ids, begun)
+        if thinking is None or self.reasoning_family is None:
+            return params
+        return self._bounded(params, thinking, self._begins_inside(prompt_ids or (), begun))
+
+    def _bounded(
+        self, params: GenerationParams, limit: ThinkingLimit, inside: bool
+    ) -> GenerationParams:
+        """The parameters with a bound on the reasoning."""
+        assert self.reasoning_family is not None
+        start = self._tokenizer.special_id(self.reasoning_family.start)
+        end = self._tokenizer.special_id(self.reasoning_family.end)
+        if end is None or end >= self._vocab_size:
+            raise InvalidRequest(
+                f"{limit.param}: cannot be kept, since the mark that ends the reasoning,"
+                f" {self.reasoning_family.end}, is no token of this model",
+                param=limit.param,
+            )
+        new_inner = params.new_matcher
+
+        def new_matcher() -> ThinkingBudget:
+            inner = None if new_inner is None else new_inner()
+            return ThinkingBudget(limit.tokens, start, end, inside=inside, inner=inner)
+
+        return replace(params, new_matcher=new_matcher)
+
+    async def _with_grammar(
+        self,
+        params: GenerationParams,
+        rules: Sequence[OutputRule],
+        tools: ToolRequest | None,
+        prompt_ids: Sequence[int] | None,
+        begun: str,
+    ) -> GenerationParams:
         if not rules and tools is None:
             return params
         found = await self._source(rules, tools)
@@ -209,11 +248,14 @@ class ModelFormat:
 
     def _after_reasoning(self, source: Source, prompt_ids: Sequence[int], begun: str) -> Source:
         family = self.reasoning_family
-        if family is None:
-            return source
-        if not ReasoningParser(family, self._tail(prompt_ids), begun).starts_inside:
+        if family is None or not self._begins_inside(prompt_ids, begun):
             return source
         return sources.after_text(family.end, source, self.special_tokens)
+
+    def _begins_inside(self, prompt_ids: Sequence[int], begun: str) -> bool:
+        """Whether the answer begins within the reasoning."""
+        assert self.reasoning_family is not None
+        return ReasoningParser(self.reasoning_family, self._tail(prompt_ids), begun).starts_inside
 
     def _tail(self, prompt_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)

@@ -123,8 +123,11 @@ class Matcher(Protocol):
     `fill_mask` takes one row of int32 words, bit t % 32 of word t // 32 allowing token t.
     """
 
-    failed: LoomserveError | None
-    refused: LoomserveError | None
+    @property
+    def failed(self) -> LoomserveError | None: ...
+
+    @property
+    def refused(self) -> LoomserveError | None: ...
 
     @property
     def ready(self) -> bool: ...

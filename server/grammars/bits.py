@@ -22,3 +22,9 @@ def forbid(bits: NDArray[np.int32], token_ids: NDArray[np.int64]) -> None:
     np.bitwise_and.at(kept, token_ids >> 5, ~masks)
     if kept.any():
         bits[:] = kept.view(np.int32)
+
+
+def allow_only(bits: NDArray[np.int32], token_id: int) -> None:
+    """Sets the bit of one token and clears all others. Args: bits: one row."""
+    bits.fill(0)
+    bits.view(np.uint32)[token_id // 32] = 1 << token_id % 32

@@ -135,7 +135,7 @@ def test_thinking_is_a_block_of_its_own(thinker):
     assert answer.text == "Yes."
     enabled = create(
         thinker, say("hm</think>Yes."), max_tokens=2000,
-        thinking={"type": "enabled", "budget_tokens": 1024},
+        thinking={"type": "adaptive"},
     )  # fmt: skip
     assert [block.type for block in enabled.content] == ["thinking", "text"]
     again = [

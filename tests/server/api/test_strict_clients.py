@@ -100,7 +100,7 @@ def test_responses(strict, text, fields, status):
         (TEXT, {}, "end_turn"),
         (TEXT, {"max_tokens": 2}, "max_tokens"),
         (TEXT, {"stop_sequences": ["l"]}, "stop_sequence"),
-        (THOUGHT, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "end_turn"),
+        (THOUGHT, {"thinking": {"type": "adaptive"}}, "end_turn"),
         (CALLED, {"tools": [{"name": "get_weather", "input_schema": PARAMETERS}]}, "tool_use"),
     ],
 )

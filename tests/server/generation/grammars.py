@@ -9,7 +9,7 @@ class Scripted:
     def __init__(self, **changes) -> None:
         self.ready = True
         self.refused = None
-        self.failed = None
+        self.failed: str | None = None
         self.closed = False
         for name, function in changes.items():
             setattr(self, name, function.__get__(self))
