@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from runtime.errors import GenerationFailed
 from server.formats.thinking_budget import ThinkingBudget
 from tests.fakes import IM_END, byte_tokenizer, fake_runner, fake_server, make_fake_service
 from tests.server.generation.grammars import Scripted
@@ -115,8 +116,8 @@ def test_it_follows_committed_tokens_and_asks_its_grammar_first():
     budget.accept(END)
     budget.fill_mask(bits)
     assert bits.tolist() == [0b11] * 9
-    grammar.failed = "a limit"
-    assert budget.failed == "a limit"
+    grammar.failed = GenerationFailed("a limit")
+    assert budget.failed is grammar.failed
     budget.close()
     assert grammar.closed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from runtime.errors import LoomserveError
+
 
 class Scripted:
     """Allows everything and is ready. changes: what other methods do instead."""
@@ -9,7 +11,7 @@ class Scripted:
     def __init__(self, **changes) -> None:
         self.ready = True
         self.refused = None
-        self.failed: str | None = None
+        self.failed: LoomserveError | None = None
         self.closed = False
         for name, function in changes.items():
             setattr(self, name, function.__get__(self))
