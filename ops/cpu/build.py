@@ -255,5 +255,5 @@ def _run(command: list[str]) -> None:
         )
 
 
-if __name__ == "__main__":  # python -m ops.cpu.build CACHE_DIR: what this machine needs
+if __name__ == "__main__":  # python build.py CACHE_DIR: what this machine needs
     build_library(choose_path(), Path(sys.argv[1]), partial(print, flush=True))

@@ -38,7 +38,8 @@ def compiling_kernels(
         yield lambda: None
         return
     process = subprocess.Popen(
-        [sys.executable, "-m", build.__name__, str(cache_dir)],
+        # By its path, since -m would look for it in the working folder first.
+        [sys.executable, "-P", build.__file__, str(cache_dir)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
