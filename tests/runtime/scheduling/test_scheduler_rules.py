@@ -10,6 +10,7 @@ from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull
 from runtime.request import Finish, FinishReason, RequestState
 from runtime.runner import StepOutput
+from runtime.scheduling.policies import POLICIES
 from runtime.scheduling.retraction import NewTokenRatio, choose_victims
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import (
@@ -396,7 +397,7 @@ class TestCache:
         driver.run()
         assert driver.ended["b"].request.cached_tokens == 24
 
-    @pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn"])
+    @pytest.mark.parametrize("policy", POLICIES)
     def test_twins_that_arrive_together_are_computed_once(self, policy: str) -> None:
         driver = Driver(
             config(

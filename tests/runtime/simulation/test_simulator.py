@@ -9,6 +9,7 @@ import pytest
 
 from runtime.config import SchedulerConfig
 from runtime.request import FinishReason
+from runtime.scheduling.policies import POLICIES
 from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.cost_model import CostModel, StepTimer
 from runtime.simulation.machines import Machine, machine
@@ -102,7 +103,7 @@ def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     assert runs[0].requests != runs[2].requests
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_every_request_ends_with_the_books_right(policy: str, page_size: int) -> None:
     made = Workload(
