@@ -1,4 +1,5 @@
-"""`loomserve serve OPTIONS` and `python -m server OPTIONS`: the same options, one entry."""
+"""`loomserve serve OPTIONS` and `python -m server OPTIONS`: the same options, one entry. Also
+`loomserve fleet`, which starts several of them."""
 
 from __future__ import annotations
 
@@ -10,13 +11,22 @@ from server.args import parse_args
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-USAGE = "usage: loomserve serve [OPTIONS]\n\nOptions are listed by: loomserve serve --help\n"
+USAGE = """\
+usage: loomserve serve [OPTIONS]
+       loomserve fleet --replicas N [OPTIONS]
+
+Options are listed by: loomserve serve --help
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until it is told to stop; returns the exit status."""
     as_module = argv is None and sys.argv[0].endswith("__main__.py")
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] == "fleet":
+        from server.fleet import parse_fleet, run_fleet
+
+        return run_fleet(parse_fleet(words[1:]))
     if words and words[0] == "serve":
         config = parse_args(words[1:], "loomserve serve")
     elif as_module or (words and words[0] not in ("-h", "--help")):

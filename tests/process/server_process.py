@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Self
 
 from gguf import GGMLQuantizationType
 
@@ -34,9 +35,15 @@ def write_tiny_model(folder: Path) -> Path:
 class ServerProcess:
     """`python -m server OPTIONS`. Ended, if need be by force, when the `with` block ends."""
 
-    def __init__(self, *options: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *options: str,
+        env: dict[str, str] | None = None,
+        command: list[str] | None = None,
+    ) -> None:
+        """command: another program, for what reads its output alike."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "server", *options],
+            command or [sys.executable, "-m", "server", *options],
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,
@@ -50,7 +57,7 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
