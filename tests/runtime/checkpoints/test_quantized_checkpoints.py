@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.errors import ModelError
+from tests.runtime.checkpoints.damage import MISSING, WRONG, outcome
 from tests.runtime.models.tiny_models import (
     Probe,
     expected_logits,
@@ -308,6 +309,30 @@ def test_what_is_not_known_is_refused_by_name(
         open_checkpoint(tmp_path)
     assert message in str(error.value)
     assert str(error.value).startswith(f"{tmp_path}: config.json")
+
+
+@pytest.mark.parametrize("name", ["gptq-8-act-order", "awq", "w4a16-zeros", "fp8-blocks", "nf4"])
+def test_settings_of_any_kind_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    quantization, pack, options = FORMATS[name]
+    parts, _ = pack(torch.Size((64, 64)), 1, **options)
+    save_file(
+        {f"a.{part}": tensor for part, tensor in parts.items()}, tmp_path / "model.safetensors"
+    )
+    refused = 0
+    for key, kept in list(quantization.items()):
+        for value in WRONG:
+            config = {**quantization, key: value}
+            if value is MISSING:
+                del config[key]
+            text = json.dumps({"quantization_config": config})
+            (tmp_path / "config.json").write_text(text)
+
+            def read() -> None:
+                open_checkpoint(tmp_path).read("a.weight")
+
+            refused += outcome(read) is not None
+        assert quantization[key] == kept
+    assert refused > 50
 
 
 def test_parts_that_do_not_fit_one_another_are_refused(tmp_path: Path) -> None:
