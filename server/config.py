@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from runtime.config import RunnerConfig, SchedulerOptions
@@ -10,6 +11,7 @@ from runtime.options import check_options, option
 from server.formats.reasoning import REASONING_FAMILIES
 from server.formats.tool_families import TOOL_FAMILIES
 
+_SENDABLE = re.compile(r"[\x21-\x7e]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -125,6 +127,11 @@ class ServerConfig:
         check_options(self)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile: both or neither must be given")
+        if self.api_key is not None and not _SENDABLE.fullmatch(self.api_key):
+            raise ConfigError(
+                "api_key: must be printable ASCII without spaces (no line end either), or no header"
+                " could carry it"
+            )
         if self.kv_events is None and (self.kv_events_replay or self.kv_events_topic):
             raise ConfigError("kv_events_replay and kv_events_topic: need kv_events")
         if self.kv_events is not None and self.scheduler.disable_radix_cache:

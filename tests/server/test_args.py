@@ -279,6 +279,14 @@ def test_what_kubernetes_sets_for_a_service_of_this_name_is_no_port():
     assert read_environment({"LOOMSERVE_PORT": "tcp://10.0.0.1:80"}) == {}
 
 
+@pytest.mark.parametrize("key", ["sesame\n", " sesame", "open sesame", "s\u00e9same", " "])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_told(capsys, monkeypatch, key):
+    monkeypatch.setenv("LOOMSERVE_API_KEY", key)
+    line = refusal(capsys)
+    assert "api_key: must be printable ASCII" in line
+    assert "same" not in line
+
+
 def test_a_key_is_told_to_nobody():
     config = make_config({"page_size": 32, "api_key": "sesame"})
     assert config.api_key == "sesame"
