@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from server.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_SEQUENCES = 1024  # of one request: prompts times choices
+# Of one request, prompts times choices: each is queued in 0.05 ms, all together.
+MAX_SEQUENCES = 256
 IDS = TokenIds(least=1)
 
 

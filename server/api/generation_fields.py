@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # Below this a temperature is greedy: the quotient of two logits would overflow float32.
 GREEDY_TEMPERATURE = 1e-4
 STOPS = Texts(most=16, altogether=stop_rules.MAX_CHARACTERS)
+# Every choice of a request has a set of its own.
+MAX_STOP_TOKENS = 1024
 EXPRESSIONS = Texts(
     most=16,
     longest=stop_expressions.MAX_CHARACTERS,
@@ -122,7 +124,9 @@ class SamplingFields(Body):
     stop_regex = served(
         EXPRESSIONS, "regular expressions, as RE2 has them, whose match ends the output"
     )
-    stop_token_ids = served(TokenIds(), "tokens that end the output, beside the model's own")
+    stop_token_ids = served(
+        TokenIds(most=MAX_STOP_TOKENS), "tokens that end the output, beside the model's own"
+    )
     include_stop_str_in_output = served(
         Boolean(),
         "the text that ends the output is part of it",

@@ -17,8 +17,8 @@ from server.api.kinds import Reading
 from server.service import SERVICE
 from server.text.json_bounds import (
     MAX_DEPTH,
-    MAX_KEYS,
-    MAX_VALUES,
+    MAX_ITEMS,
+    MAX_NODES,
     is_deeper,
     is_too_much,
     size_of,
@@ -98,7 +98,7 @@ def parse_json(data: bytes) -> Any:
     """Raises: InvalidRequest: it is no JSON, or nested too deeply.
     web.HTTPRequestEntityTooLarge: it has too many values to be parsed at once.
     """
-    if len(data) > MAX_KEYS and is_too_much(data):
+    if len(data) > MAX_NODES and is_too_much(data):
         raise _too_many(data)
     try:
         value = orjson.loads(data)
@@ -110,12 +110,12 @@ def parse_json(data: bytes) -> Any:
 
 
 def _too_many(data: bytes) -> web.HTTPRequestEntityTooLarge:
-    values, keys = size_of(data)
+    items, nodes = size_of(data)
     return web.HTTPRequestEntityTooLarge(
         max_size=len(data),
         actual_size=len(data),
-        text=f"body: has about {values} values and {keys} keys; at most {MAX_VALUES} and"
-        f" {MAX_KEYS} are allowed",
+        text=f"body: has {items} commas, and {nodes} keys, lists and objects; at most {MAX_ITEMS}"
+        f" and {MAX_NODES} are allowed",
     )
 
 

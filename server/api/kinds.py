@@ -255,10 +255,13 @@ class TokenIds(Kind[list[int]]):
     """A list of ids of the vocabulary."""
 
     least: int = 0
+    most: int | None = None
     json_types = (list,)
 
     def read(self, value: Any, where: str, reading: Reading) -> list[int]:
         if not isinstance(value, list) or len(value) < self.least:
+            raise self.wrong(value, where, reading)
+        if self.most is not None and len(value) > self.most:
             raise self.wrong(value, where, reading)
         vocab_size = reading.limits.vocab_size
         for token_id in value:
@@ -267,12 +270,14 @@ class TokenIds(Kind[list[int]]):
         return value
 
     def allowed(self, limits: ApiLimits | None) -> str:
-        least = f" at least {self.least}" if self.least else ""
-        return f"a list of{least} token ids between 0 and {resolved(LAST_TOKEN_ID, limits)}"
+        number = f" at least {self.least}" if self.least else ""
+        number += f" at most {self.most}" if self.most is not None else ""
+        return f"a list of{number} token ids between 0 and {resolved(LAST_TOKEN_ID, limits)}"
 
     def schema(self, limits: ApiLimits) -> Schema:
         one = Integer(0, LAST_TOKEN_ID).schema(limits)
-        return {"type": "array", "items": one, "minItems": self.least}
+        top = {} if self.most is None else {"maxItems": self.most}
+        return {"type": "array", "items": one, "minItems": self.least, **top}
 
 
 class LogitBias(Kind[tuple[tuple[int, float], ...]]):

@@ -200,6 +200,7 @@ class Generator:
         now = self.engine.clock()
         timeout = params.timeout_s or self._request_timeout_s
         stops = params.sampling.stop_token_ids | self._special_stops(params)
+        sampling = replace(params.sampling, stop_token_ids=stops)
         requests: list[Request] = []
         for prompt in prompts:
             ids = array("i", prompt)
@@ -207,12 +208,13 @@ class Generator:
             long_prompts, namespace = self.engine.runner.info.long_prompts, params.cache_salt
             if long_prompts is not None:
                 namespace = long_prompts.namespace(namespace, len(prompt))
-            sampling = replace(params.sampling, stop_token_ids=stops, max_new_tokens=most)
             requests += [
                 Request(
                     request_id=f"{request_id}-{len(requests) + choice}",
                     input_ids=ids,
-                    sampling=replace(sampling, seed=self._seed(sampling, choice)),
+                    sampling=replace(
+                        sampling, max_new_tokens=most, seed=self._seed(sampling, choice)
+                    ),
                     arrival_s=now,
                     priority=params.priority,
                     namespace=namespace,

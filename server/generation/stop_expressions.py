@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import re2
 
 from runtime.errors import InvalidRequest, shown
+from server.grammars.nesting import regex_nesting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # Together they compile in some 5 ms, and look at a piece of text in 2 ms at worst (usually 10 us).
 MAX_CHARACTERS = 512
 MAX_PROGRAM = 2000  # RE2's instructions, of which most are for characters beyond ASCII
+MAX_NESTING = 10  # groups within groups
 MAX_WRITTEN = 8192  # characters of what is handed to RE2
 # Longer matches are not found: so much text may be held back, and looked at again and again.
 LONGEST = 256
@@ -64,6 +66,8 @@ class Expression:
 
     def __init__(self, source: str) -> None:
         self.source = source
+        if regex_nesting(source) > MAX_NESTING:
+            raise _wrong(source, f"has groups more than {MAX_NESTING} levels deep")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what may mean something else in a later Python
@@ -71,11 +75,9 @@ class Expression:
             flags = _flags(parsed.state.flags)
             beginning = _beginning(parsed)
             if len(beginning) > MAX_WRITTEN:
-                raise ValueError("has too many repetitions, one within another")
+                raise ValueError("has too many items in groups that may be cut")
             self._whole = re2.compile(flags + _whole(parsed), _OPTIONS)
             self._beginning = re2.compile(rf"{flags}(?:{beginning})\z", _OPTIONS)
-        except RecursionError:
-            raise _wrong(source, "has too many groups, one within another") from None
         except (re.error, re2.error, ValueError, OverflowError) as error:
             told = error.args[0] if error.args else error
             told = told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 MAX_DEPTH = 100
 # orjson writes at most so many levels.
 _ORJSON_DEPTH = 254
-MAX_VALUES = 200_000
-MAX_KEYS = 50_000
-_VALUES = b",[{"  # before each value, but for one
+MAX_ITEMS = 200_000  # as many token ids as a prompt may have
+MAX_NODES = 60_000
+_NODES = b":[{"
 _SLICE = 65_536
 
 
@@ -34,27 +34,27 @@ def is_deeper(value: Any, depth: int = MAX_DEPTH) -> bool:
 
 def is_too_much(data: bytes) -> bool:
     """Whether JSON text has more in it than is parsed at once."""
-    values, keys = size_of(data)
-    return values > MAX_VALUES or keys > MAX_KEYS
+    items, nodes = size_of(data)
+    return items > MAX_ITEMS or nodes > MAX_NODES
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """(values, keys) of JSON text that was not parsed, each a little too high. They are counted by
+    """(commas; keys, lists and objects) of JSON text that was not parsed. They are counted by
     slices, between which other threads run."""
-    values = keys = 0
+    items = nodes = 0
     for text in _slices(data):
-        values += len(text) - len(text.translate(None, _VALUES))
-        keys += text.count(b":")
-    if values <= MAX_VALUES and keys <= MAX_KEYS:
-        return values, keys  # in texts too: there is no need to look for them
-    values = keys = inside = 0
+        items += text.count(b",")
+        nodes += len(text) - len(text.translate(None, _NODES))
+    if items <= MAX_ITEMS and nodes <= MAX_NODES:
+        return items, nodes  # in texts too: there is no need to look for them
+    items = nodes = inside = 0
     for text in _slices(data):
         parts = text.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[inside::2])
-        values += len(outside) - len(outside.translate(None, _VALUES))
-        keys += outside.count(b":")
+        items += outside.count(b",")
+        nodes += len(outside) - len(outside.translate(None, _NODES))
         inside ^= len(parts) % 2 == 0
-    return values, keys
+    return items, nodes
 
 
 def _slices(data: bytes) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from runtime.errors import ContextTooLong, InvalidRequest
-from server.text.json_bounds import MAX_KEYS, MAX_VALUES, size_of
+from server.text.json_bounds import MAX_ITEMS, MAX_NODES, size_of
 from server.text.lanes import INLINE, Lanes
 from server.text.least_tokens import TokenLimit
 from server.text.tokenizer import Tokenizer
@@ -76,15 +76,13 @@ JSON = st.recursive(
 
 
 def recounted(value):
-    """(commas and opening brackets, keys) of a value's JSON, its texts aside."""
-    if isinstance(value, dict):
-        inner = [recounted(item) for item in value.values()]
-        keys = len(value)
-    elif isinstance(value, list):
-        inner, keys = [recounted(item) for item in value], 0
-    else:
+    """(commas; keys, lists and objects) of a value's JSON."""
+    if not isinstance(value, dict | list):
         return 0, 0
-    return 1 + max(0, len(inner) - 1) + sum(i[0] for i in inner), keys + sum(i[1] for i in inner)
+    inner = [recounted(one) for one in (value.values() if isinstance(value, dict) else value)]
+    keys = len(value) if isinstance(value, dict) else 0
+    commas = max(0, len(inner) - 1) + sum(one[0] for one in inner)
+    return commas, 1 + keys + sum(one[1] for one in inner)
 
 
 @settings(max_examples=100, deadline=None)
@@ -92,17 +90,17 @@ def recounted(value):
 def test_values_and_keys_are_counted_outside_of_texts(value, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("server.text.json_bounds._SLICE", size)
-        patch.setattr("server.text.json_bounds.MAX_VALUES", -1)  # no short cut
+        patch.setattr("server.text.json_bounds.MAX_ITEMS", -1)  # no short cut
         assert size_of(json.dumps(value).encode()) == recounted(value)
 
 
 @pytest.mark.parametrize(
     ("prompt", "status"),
     [
-        ("[" + "[]," * (MAX_VALUES // 2 + 1) + "1]", 413),
-        ("{" + ",".join(f'"{i}":1' for i in range(MAX_KEYS + 1)) + "}", 413),
-        ("[" + ",".join("1" * (MAX_VALUES - 2)) + "]", 400),
-        (json.dumps(",:[{" * MAX_VALUES), 400),
+        ("[" + "[]," * (MAX_NODES + 1) + "1]", 413),
+        ("{" + ",".join(f'"{i}":1' for i in range(MAX_NODES + 1)) + "}", 413),
+        ("[" + ",".join("1" * (MAX_ITEMS - 2)) + "]", 400),
+        (json.dumps(",:[{" * MAX_ITEMS), 400),
     ],
     ids=["values", "keys", "ids", "text"],
 )
