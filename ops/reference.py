@@ -246,6 +246,19 @@ def sample(logits: Tensor, s: SamplingTensors) -> Tensor:
     return chosen
 
 
+def pack_experts_one_by_one(
+    ops: Any, experts: Iterable[Expert], *, quantization: str | None = None
+) -> Any:
+    """`OpSet.pack_experts` where experts run one by one: pairs of packed linear layers."""
+    return [
+        (
+            ops.pack_linear(expert.gate_up, expert.gate_up_bias, quantization=quantization),
+            ops.pack_linear(expert.down, expert.down_bias, quantization=quantization),
+        )
+        for expert in experts
+    ]
+
+
 class ReferenceOps:
     """The reference as an `OpSet`, for tests and for a device that has nothing better."""
 
@@ -276,14 +289,7 @@ class ReferenceOps:
         wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         return wide.to(x.dtype)
 
-    def pack_experts(self, experts: Iterable[Expert], *, quantization: str | None = None) -> Any:
-        return [
-            (
-                self.pack_linear(expert.gate_up, expert.gate_up_bias, quantization=quantization),
-                self.pack_linear(expert.down, expert.down_bias, quantization=quantization),
-            )
-            for expert in experts
-        ]
+    pack_experts = pack_experts_one_by_one
 
     def run_experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: str

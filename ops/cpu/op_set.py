@@ -21,10 +21,8 @@ from ops.blocks.dense_mlp import act_and_mul
 from ops.cpu import attention
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, Expert, Routing, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, Routing, SamplingTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +120,7 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor]:
         return reference.route(logits, routing, correction)
 
-    def pack_experts(self, experts: Iterable[Expert], *, quantization: str | None = None) -> Any:
-        return [
-            (
-                self.pack_linear(expert.gate_up, expert.gate_up_bias, quantization=quantization),
-                self.pack_linear(expert.down, expert.down_bias, quantization=quantization),
-            )
-            for expert in experts
-        ]
+    pack_experts = reference.pack_experts_one_by_one
 
     def run_experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: str

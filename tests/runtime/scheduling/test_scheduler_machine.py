@@ -488,3 +488,20 @@ def test_an_ended_request_lets_go_of_what_a_failed_step_put_into_the_cache() -> 
     state.fail_step(tables=True)
     assert state.scheduler.statistics().protected_tokens == 0
     state.teardown()
+
+
+def test_the_naive_model_refuses_what_was_never_written() -> None:
+    driver = Driver(SchedulerConfig(page_size=1, capacity_tokens=101, context_length=60))
+    model = NaiveModel(driver.scheduler, driver.device, mixing=True, cache=True)
+    made = request("r0", 20, 1)
+    driver.add(made)
+    model.added(made)
+    model.planned(driver.plan().batch, set())
+    driver.commit()
+    model.committed()
+    model.check()
+    (root,) = driver.scheduler.memory.cache.tree.roots.values()
+    (node,) = root.children.values()
+    driver.device.slots[node.pages[7]] = 0
+    with pytest.raises(AssertionError, match="7 tokens and the next 1 can be matched"):
+        model.check()
