@@ -50,7 +50,7 @@ access = logging.getLogger("loomserve.access")
 
 PROTOCOLS = (chat, completions, responses, messages, generate, models, tokens, fleet, admin, docs)
 # Probes and scrapers carry no key, and must be answered while the server drains.
-OPEN_PATHS = ("/health", "/ready", "/ping", "/metrics")
+OPEN_PATHS = ("/health", "/live", "/ready", "/ping", "/metrics")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CORS_HEADERS = {
     "Access-Control-Allow-Methods": "GET, POST, OPTIONS",

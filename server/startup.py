@@ -33,7 +33,7 @@ TIMEOUT_S = 20.0
 def answering_probes(
     sockets: Sequence[socket.socket], tls: ssl.SSLContext | None
 ) -> Iterator[None]:
-    """Inside the block /health answers that the process lives, everything else 503."""
+    """Inside the block /live answers that the process lives, everything else 503."""
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
     # A daemon: loading may end in any way, SystemExit and a fault in native code included.
@@ -70,7 +70,7 @@ async def _serve(
 
 
 async def _answer(request: web.Request) -> web.Response:
-    if request.path == "/health":
+    if request.path == "/live":
         response = json_response({"status": "ok"})
     else:
         answer = error_answer(Loading("the model is being loaded"))

@@ -29,7 +29,10 @@ HEALTH_GENERATE_SECONDS = 20.0
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: whether the process is of use, be it draining. Asks nothing of the queue."""
+    """GET /health and /live: whether the engine runs, be it draining. Asks nothing of the queue.
+
+    While the model loads `server.startup` answers instead: /live is fine, /health not yet.
+    """
     service = request.app[SERVICE]
     if service.engine.dead is not None:
         raise service.engine.dead
@@ -161,6 +164,7 @@ async def debug_steps(request: web.Request) -> web.Response:
 
 ROUTES = [
     web.get("/health", health),
+    web.get("/live", health),
     web.get("/ready", ready),
     web.get("/ping", ready),
     web.get("/version", told_version),

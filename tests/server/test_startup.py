@@ -26,12 +26,12 @@ def ask(url):
         return error.code, json.load(error), error.headers
 
 
-def test_health_lives_and_all_else_is_told_to_come_back():
+def test_the_process_lives_and_all_else_is_told_to_come_back():
     sockets = listen("127.0.0.1", 0)
     url = base_url(sockets, tls=False)
     with answering_probes(sockets, None):
-        assert ask(url + "/health")[:2] == (200, {"status": "ok"})
-        for path in ("/ready", "/v1/models", "/metrics"):
+        assert ask(url + "/live")[:2] == (200, {"status": "ok"})
+        for path in ("/health", "/ready", "/v1/models", "/metrics"):
             status, body, headers = ask(url + path)
             assert (status, body["error"]["code"]) == (503, "loading")
             assert int(headers["Retry-After"]) >= 1
@@ -90,7 +90,7 @@ def test_a_handshake_that_does_not_end_does_not_keep_the_server_from_its_start(c
     trust = ssl.create_default_context(cafile=cert)
     with answering_probes(sockets, tls), socket.create_connection(sockets[0].getsockname()):
         url = base_url(sockets, tls=True)
-        with urllib.request.urlopen(url + "/health", timeout=30, context=trust) as answer:
+        with urllib.request.urlopen(url + "/live", timeout=30, context=trust) as answer:
             assert json.load(answer) == {"status": "ok"}
     assert threading.active_count() == before
     for sock in sockets:

@@ -101,11 +101,12 @@ async def test_model_info_says_which_model_it_is_and_under_both_names():
         assert (await server.get("/get_server_info"))[1]["options"] == info["options"]
 
 
-async def test_ready_fails_in_a_drain_and_health_does_not():
+async def test_ready_fails_in_a_drain_and_the_process_lives():
+    paths = ("/live", "/health", "/ready")
     async with fake_server(api_key="k") as server:
-        assert [(await server.get(path))[0] for path in ("/health", "/ready")] == [200, 200]
+        assert [(await server.get(path))[0] for path in paths] == [200, 200, 200]
         server.service.draining = True
-        assert [(await server.get(path))[0] for path in ("/health", "/ready")] == [200, 503]
+        assert [(await server.get(path))[0] for path in paths] == [200, 200, 503]
 
 
 async def test_rendered_prompts_are_the_ones_that_are_computed():
