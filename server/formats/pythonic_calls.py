@@ -14,9 +14,11 @@ from server.formats.tool_parser import Nesting, ToolCallParser, openai_call_id
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-_CALL_HEAD = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
-_KEY = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*=(?=[^=])")
-_CALL_HEAD_BEGUN = re.compile(r"\s*([A-Za-z_][\w.-]*\s*)?")
+# Looked for again with each piece of text, so names and blanks have an end.
+_NAME, _BLANKS = r"[A-Za-z_][\w.-]{0,255}", r"\s{0,255}"
+_CALL_HEAD = re.compile(rf"{_BLANKS}({_NAME}){_BLANKS}\(")
+_KEY = re.compile(rf"{_BLANKS}({_NAME}){_BLANKS}=(?=[^=])")
+_CALL_HEAD_BEGUN = re.compile(rf"{_BLANKS}({_NAME}{_BLANKS})?")
 
 
 class PythonicParser(ToolCallParser):
