@@ -95,7 +95,8 @@ def make_sensible(body):
     body.pop("logit_bias", None)
     for name in body:
         body[name] = whole(body[name])
-    for name in ("n", "best_of", "max_tokens", "max_completion_tokens", "max_output_tokens"):
+    limits = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+    for name in ("n", "best_of", *limits):
         if type(body.get(name)) is int and body[name] > 0:
             body[name] = 1 + body[name] % 4
     for name in ("best_of", "n_cmpl"):  # beside n, they nearly always make no sense
@@ -109,6 +110,12 @@ def make_sensible(body):
         body.pop("top_logprobs", None)
     if body.get("continue_final_message") is True:
         body.pop("add_generation_prompt", None)
+    if isinstance(body.get("messages"), list):
+        body["messages"] = body["messages"][-3:]  # more would not fit
+        for message in body["messages"]:
+            # What an assistant's message may do without is not in the schema.
+            if isinstance(message, dict) and message.get("role") == "assistant":
+                message["content"] = message.get("content") or "a"
 
 
 GENERATING = (ChatBody, CompletionBody, ResponseBody, MessageBody)
