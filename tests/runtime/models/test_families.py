@@ -183,7 +183,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_no_further_from_float32_than_transformers_own(
     name: str, kernels: str, tmp_path: Path

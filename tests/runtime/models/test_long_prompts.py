@@ -66,7 +66,7 @@ def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.fixture(scope="module", params=["torch", "auto"])
+@pytest.fixture(scope="module", params=[pytest.param("torch", marks=pytest.mark.slow), "auto"])
 def runner(
     model: tuple[Path, list[list[int]]], request: pytest.FixtureRequest
 ) -> Iterator[ModelRunner]:

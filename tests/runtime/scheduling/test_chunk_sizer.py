@@ -241,6 +241,7 @@ def test_feasibility_is_unknown_before_steps_were_measured() -> None:
     assert TimedChunkSizer(slo_config(20.0)).feasible is None
 
 
+@pytest.mark.slow
 def test_prefill_steps_that_running_rows_wait_for_stay_within_the_target() -> None:
     """--disable-mixed-chunk: the rows are not in the step, and wait for it all the same."""
     driver = Driver(
