@@ -95,6 +95,8 @@ def test_a_client_that_has_left_frees_what_it_held(run, stream, version):
             writer.close()
             await closed(server)
             await server.wait_idle()
+            ended = server.service.engine.scheduler.statistics().counters.finished
+            assert {reason: count for reason, count in ended.items() if count} == {"abort": 1}
 
     run(main())
 
