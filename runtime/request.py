@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 class RequestState(Enum):
     WAITING = "waiting"
-    PREFILLING = "prefilling"  # the one request whose prompt is being cut into chunks
+    # Its prompt is being cut into chunks (one request at most), or its step is tried again.
+    PREFILLING = "prefilling"
     RUNNING = "running"
     FINISHED = "finished"
 

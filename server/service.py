@@ -149,7 +149,7 @@ def _kv_events(config: ServerConfig, scheduler: Scheduler) -> KVEventPublisher |
         raise ConfigError(
             "kv_events: needs pyzmq and msgspec; pip install 'loomserve[kv-events]'"
         ) from None
-    watched = scheduler.memory.watch()
+    watched = scheduler.watch_cache()
     return KVEventPublisher(
         watched, config.kv_events, config.kv_events_replay, config.kv_events_topic
     )

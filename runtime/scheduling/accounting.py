@@ -32,9 +32,11 @@ class Counters:
     Args:
         cached_tokens: prompt tokens that admitted requests found in the cache;
             prompt_tokens: tokens that they brought, found or not.
-        prefill_steps, decode_steps, mixed_steps: launched steps by kind; chunks: prefill rows.
+        prefill_steps, decode_steps, mixed_steps: launched steps by kind.
+        chunks: prefill rows of launched steps; a prompt that is not cut is one chunk.
         computed_tokens: tokens that launched steps compute.
-        shared_prefix_skips: times a request was left for the next pass for a twin's sake.
+        shared_prefix_skips: times a request was left for the next pass for a twin's sake; shown in
+            `/server_info` only.
     """
 
     prefill_steps: int = 0
@@ -178,8 +180,8 @@ class Limit(Enum):
 
 
 class Deadline(NamedTuple):
-    """Whom to end at `until_s`, unless the wait or run that began at `since_s` is over by then.
-    Names its request instead of holding it: an answer long given must not stay in memory."""
+    """An end at `until_s`, unless the wait or run that began at `since_s` is over by then. Names
+    its request instead of holding it: an answer long given must not stay in memory."""
 
     until_s: float
     order: int  # of deadlines made: no two compare equal before the names do

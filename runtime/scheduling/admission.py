@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WORTH_WAITING_TOKENS = 32
 MAX_LEFT = 64  # requests left for their twins in one pass; it then stops looking
-AHEAD_STEPS = 4  # whose share short prompts may save up
+AHEAD_STEPS = 4  # short prompts may save up their share of so many steps
 _FULL = (Reason.ROWS, Reason.KV_TOTAL, Reason.KV_STEP)
 
 
@@ -139,7 +139,7 @@ class Admission:
     def _would_admit(
         self, candidate: Request, match: PrefixMatch, ratio: float, victims: Sequence[Request]
     ) -> bool:
-        """Whether a waiting request would be the first to be admitted, were it not for some."""
+        """Whether a waiting request would be the first to be admitted if the victims were gone."""
         life = self._life
         running = [request for request in life.running if request not in victims]
         chunked = None if life.chunked in victims else life.chunked
@@ -163,7 +163,7 @@ class Admission:
     # How many
 
     def _rows_to_fill(self, now: float, *, retracted: bool, urgent: bool) -> int:
-        """Requests that may be admitted in this pass; where none, says why."""
+        """How many requests may be admitted in this pass; notes the reason where it is none."""
         if not self._life.queue:
             self._blocked_by(Reason.NEXT_PASS)
             return 0
@@ -204,7 +204,7 @@ class Admission:
         share = self._config.prefill_share
         if chunked is None or not share:
             return 0.0
-        step = share * adder.rem_chunk
+        step = share * adder.left_chunk
         unit = self._config.truncation_align_size or self._config.page_size
         return min(self._credit + step, max(AHEAD_STEPS * step, unit))
 
@@ -216,7 +216,7 @@ class Admission:
         if not size.exact:
             tokens -= len(self._mixed(running))
         # Where time bounds a step to parts of a page, a page is still what a prompt begins with.
-        return max(tokens, adder.rem_chunk, self._config.page_size)
+        return max(tokens, adder.left_chunk, self._config.page_size)
 
     def _admit_ahead(
         self,
@@ -242,7 +242,7 @@ class Admission:
                 continue
             price = adder.add_ahead(request, match, chunked, self._credit, most)
             if not price:
-                break  # whoever comes next is longer, or is not to take what this one saves up
+                break  # the next one is longer, or must not take what this one saves up
             self._credit -= price
             pending.add(request)
         self._order.note_passed_over(shortest, [item.request for item in adder.admitted], now)

@@ -62,18 +62,19 @@ def room_for_output(inputs: int, config: SchedulerConfig) -> int:
     return min(config.context_length - inputs, spare)
 
 
-def make_places(
+def make_room_in_queue(
     requests: Sequence[Request], life: Lifecycle, cap: int
 ) -> list[tuple[Request, Finish]]:
-    """At the queue's cap, who goes for newcomers of higher priority, and with which words. Changes
-    nothing.
+    """Chooses waiting requests of lower priority to be displaced, so that the queue stays within
+    its cap when the newcomers join. Changes nothing.
 
     Args:
         cap: most requests that wait; 0: no cap.
 
+    Returns: (request to displace, how it ends) pairs.
     Raises:
         InvalidRequest: more newcomers than the queue ever takes.
-        QueueFull: fewer wait that could go than places are missing, so the newcomers do.
+        QueueFull: too few requests could be displaced, so the newcomers are refused.
     """
     if not cap or len(life.queue) + len(life.compiling) + len(requests) <= cap:
         return []

@@ -102,7 +102,7 @@ class _Recount:
         missing = self._owned.count(0)
         _require(not missing, f"{missing} of {len(self._owned)} pages have no owner")
         steps = {batch.step for batch in self._launched}
-        waits = steps.issuperset(share.step for share in self._memory.shares)
+        waits = steps.issuperset(insertion.step for insertion in self._memory.insertions)
         _require(waits, "the cache waits for a step not in flight")
 
     def _pause(self, pages: int) -> bool:

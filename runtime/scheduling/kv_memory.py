@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What `share` changed while the step that writes the pages was not committed.
+class Insertion:
+    """What `insert` changed while the step that writes the pages was not committed.
 
     Args:
         step: the last launched step that names the request.
@@ -60,7 +60,7 @@ class KVMemory:
         self.cache = RadixCache(self.allocator, config.eviction_policy)
         self.cache_enabled = not config.disable_radix_cache
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
-        self.shares: list[Share] = []  # of steps not committed, oldest first
+        self.insertions: list[Insertion] = []  # of steps not committed, oldest first
         self.events: CacheEvents | None = None
         longest = min(self.allocator.num_pages, -(-config.context_length // config.page_size) + 1)
         self._indices = array("i", range(longest))
@@ -92,7 +92,7 @@ class KVMemory:
         self.cache.unlock(node)
 
     def watch(self) -> CacheEvents:
-        """What is told of the cache from now on, while nothing is in it yet."""
+        """Starts to tell of the cache, in which nothing may be yet."""
         self.events = self.cache.events = CacheEvents(self.page_size)
         return self.events
 
@@ -150,7 +150,7 @@ class KVMemory:
         if request.scheduling.synced_pages < len(request.pages):
             self.stale_tables.append(request)
 
-    def share(self, request: Request, tokens: int) -> None:
+    def insert(self, request: Request, tokens: int) -> None:
         """Puts the whole pages of the first `tokens` tokens into the cache and moves the lock to
         their end. Pages that duplicate an existing path are given back and the request's own page
         list points at the tree's instead."""
@@ -168,7 +168,7 @@ class KVMemory:
             self._tell_stored(request, first + known, end, pages[known // size :], key)
         self.cache.move_lock(record.node, end)
         if record.last_step > self.allocator.done_step:
-            self.shares.append(Share(request, record.last_step, first, own))
+            self.insertions.append(Insertion(request, record.last_step, first, own))
         if record.matched_tokens == first:
             record.matched_tokens += known
         record.node = end
@@ -208,30 +208,30 @@ class KVMemory:
         self.allocator.step_done(step)
         if self.events is not None:
             self.events.step_done(step)
-        if self.shares:
-            self.shares = [share for share in self.shares if share.step > step]
+        if self.insertions:
+            self.insertions = [made for made in self.insertions if made.step > step]
 
-    def take_back_shares(self, step: int) -> None:
+    def take_back_insertions(self, step: int) -> None:
         """Undoes what was put into the cache of the KV that a launched step, or a later one, was to
         write, newest first: the pages are their requests' own again."""
-        while self.shares and self.shares[-1].step >= step:
-            self._unshare(self.shares.pop())
+        while self.insertions and self.insertions[-1].step >= step:
+            self._take_out(self.insertions.pop())
 
-    def _unshare(self, share: Share) -> None:
-        request, record = share.request, share.request.scheduling
+    def _take_out(self, insertion: Insertion) -> None:
+        request, record = insertion.request, insertion.request.scheduling
         if self.is_lost(request):
             return  # it starts anew, or ends, and gives back what it has as it is
-        known = share.tree_tokens + len(share.own) * self.page_size
-        end, before = record.node, self.cache.above(record.node, share.tree_tokens)
+        known = insertion.tree_tokens + len(insertion.own) * self.page_size
+        end, before = record.node, self.cache.above(record.node, insertion.tree_tokens)
         self.cache.move_lock(end, before)
         if end is not None and record.tree_tokens > known:
             self.cache.take_back(end, known)
-        record.node, record.tree_tokens = before, share.tree_tokens
-        record.matched_tokens = min(record.matched_tokens, share.tree_tokens)
-        if share.own:
-            first = share.tree_tokens // self.page_size
-            self.allocator.keep_after_all(share.own, share.step)
-            request.pages[first : first + len(share.own)] = share.own
+        record.node, record.tree_tokens = before, insertion.tree_tokens
+        record.matched_tokens = min(record.matched_tokens, insertion.tree_tokens)
+        if insertion.own:
+            first = insertion.tree_tokens // self.page_size
+            self.allocator.keep_after_all(insertion.own, insertion.step)
+            request.pages[first : first + len(insertion.own)] = insertion.own
             self.out_of_date(request, first)
 
     def shrink(self, request: Request, length: int) -> None:
@@ -265,7 +265,7 @@ class KVMemory:
             return
         record = request.scheduling
         if not self.is_lost(request):
-            self.share(request, min(keep_tokens, request.length))
+            self.insert(request, min(keep_tokens, request.length))
         self.cache.unlock(record.node)
         self.allocator.free(request.pages[record.tree_tokens // self.page_size :])
         self.free_rows.append(request.row)

@@ -124,7 +124,7 @@ class Lifecycle:
 
     @property
     def admitted(self) -> list[Request]:
-        """Whom a row and KV may be taken from: the running requests and the pending chunk."""
+        """The running requests and the pending chunk: those that hold a row and KV."""
         return self.running if self.chunked is None else [*self.running, self.chunked]
 
     def admit(self, request: Request, cached_tokens: int, now: float) -> None:
@@ -145,8 +145,9 @@ class Lifecycle:
             self.counters.prompt_tokens += len(request.input_ids)
 
     def launched(self, batch: ScheduleBatch, prefills: Sequence[Admitted]) -> None:
-        """A step will be launched: whose last token is in it leaves the running list, whose prompt
-        is complete joins it, whose prompt is not is the pending chunk."""
+        """A step will be launched. A request leaves the running list when the step holds its last
+        token, and joins it when the step completes its prompt. A request whose prompt is still not
+        complete becomes the pending chunk."""
         self.inflight.append(InFlight(batch, prefills, self.running, self.chunked))
         self.running = [r for r in self.running if r.launched_tokens < r.max_new_tokens]
         for item in prefills:
@@ -167,8 +168,8 @@ class Lifecycle:
         self._return(request, request.length, now)
 
     def restart_lost(self, now: float) -> None:
-        """What some requests read has been dropped from the cache: they are computed again, as soon
-        as no launched step names them."""
+        """Sends requests whose cached prefix has been dropped back into the queue, as soon as no
+        launched step names them."""
         lost = [r for r in self.live.values() if r.row >= 0 and self.memory.is_lost(r)]
         for request in lost:
             flight = self._last_flight(request)
@@ -236,8 +237,9 @@ class Lifecycle:
         """The oldest step in flight has failed: takes every launched step back, the newest first,
         as if none had been launched.
 
-        Whom the later ones admitted waits again where it waited. Whom the oldest admitted keeps its
-        row and its cached prefix, and is in no list: it is tried again, or ends.
+        A request that a later step admitted goes back to its place in the queue. A request that the
+        oldest step admitted keeps its row and its cached prefix, and is in no list: it is tried
+        again, or ends.
 
         Returns: those steps, the oldest first.
         Raises: InvariantError: another step is the oldest.
@@ -246,7 +248,7 @@ class Lifecycle:
         flights = list(self.inflight)
         holders = {request.row: request for request in self.live.values() if request.row >= 0}
         for flight in reversed(flights):
-            self.memory.take_back_shares(flight.batch.step)
+            self.memory.take_back_insertions(flight.batch.step)
             self._take_back_table(flight.batch, holders)
             self._take_back_rows(flight)
             if flight is not flights[0]:
@@ -258,8 +260,9 @@ class Lifecycle:
         return flights
 
     def _let_go(self, flight: InFlight, now: float) -> None:
-        """Whom a later step admitted has computed nothing, and leaves the cache before what the
-        steps before it put there is taken out: also who has ended since, or is to return."""
+        """Takes row, pages and lock from the requests that a later step admitted, since they have
+        computed nothing; also from those that have ended since or are to return. This comes before
+        the insertions of earlier steps are taken out of the cache, which they may read."""
         for item in flight.prefills:
             request = item.request
             if item.match is None:
@@ -274,7 +277,8 @@ class Lifecycle:
                 self._unadmit(item, now)
 
     def _take_back_table(self, batch: ScheduleBatch, holders: dict[int, Request]) -> None:
-        """The entries that rode in a step are sent again, also those of requests not in it."""
+        """Marks the table entries that a step carried to be sent again. They may belong to requests
+        that are not in that step."""
         for row, index in zip(batch.table_rows, batch.table_indices, strict=True):
             if row in holders:
                 self.memory.out_of_date(holders[row], index)
@@ -389,7 +393,7 @@ class Lifecycle:
         """Takes row and KV from an ended request that no launched step names."""
         keep = 0
         if request.finish is not None and request.finish.reason in _KEEPS_KV:
-            # The newest token has no KV, or some that a step wrote whose result was dropped.
+            # The newest token has no KV, or only that of a step with a dropped result.
             keep = len(request.input_ids) + len(request.output_ids) - 1
         self.memory.release(request, keep)
 

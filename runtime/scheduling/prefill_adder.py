@@ -4,8 +4,8 @@ Lives for one pass and owns nothing. It reserves: pages are taken after it is do
 calls available stays constant but for the locks it takes.
 
     available = free + evictable
-    rem_total = available - off_total    for the whole life of the admitted (a forecast)
-    cur_rem   = available - off_current  for this step alone (hard)
+    left_total = available - taken_total    for the whole life of the admitted (a forecast)
+    left_step  = available - taken_step     for this step alone (hard)
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ class PrefillAdder:
         self._page = page
         self._load = load
         clip = self._clip = config.clip_max_new_tokens
-        self.off_current = load.mixed_page_tokens
+        self.taken_step = load.mixed_page_tokens
         outputs = sum([min(r.max_new_tokens - r.launched_tokens, clip) for r in load.running])
-        self.off_total: float = load.mixed_rows + load.new_token_ratio * outputs
+        self.taken_total: float = load.mixed_rows + load.new_token_ratio * outputs
         # Where a piece of a prompt may end.
         self._cut = config.truncation_align_size or page
-        self.rem_input, self.rem_chunk = _prefill_budgets(
+        self.left_input, self.left_chunk = _prefill_budgets(
             config, load.mixed_rows, chunk_tokens, exact_chunk=exact_chunk
         )
         self._chunking = chunk_tokens is not None
@@ -115,12 +115,12 @@ class PrefillAdder:
         self._lifetimes: list[tuple[float, int]] | None = None
 
     @property
-    def rem_total(self) -> int:
-        return math.floor(self._memory.available_tokens - self.off_total)
+    def left_total(self) -> int:
+        return math.floor(self._memory.available_tokens - self.taken_total)
 
     @property
-    def cur_rem(self) -> int:
-        return self._memory.available_tokens - self.off_current
+    def left_step(self) -> int:
+        return self._memory.available_tokens - self.taken_step
 
     def need(self, request: Request, match: PrefixMatch) -> int:
         """KV tokens that a waiting request is taken to need beside its prefix."""
@@ -134,9 +134,9 @@ class PrefillAdder:
             kv_step), or shorter prompts have taken this step.
         """
         self.chunked = request
-        tokens = self._piece(request, min(self.rem_chunk, self.rem_total, self.cur_rem))
+        tokens = self._piece(request, min(self.left_chunk, self.left_total, self.left_step))
         if tokens <= 0:
-            lacks_kv = self._piece(request, self.rem_chunk) > 0
+            lacks_kv = self._piece(request, self.left_chunk) > 0
             self.reason = Reason.KV_STEP if lacks_kv else self._cut_short
             return False
         last = tokens == request.scheduling.target - request.length
@@ -165,12 +165,12 @@ class PrefillAdder:
         """
         extend = request.scheduling.target - match.tokens
         whole = self._ceil(extend)
-        room = max(self.rem_chunk, 0)
+        room = max(self.left_chunk, 0)
         piece = self._piece(chunked, room)
         rest = max(self._piece(chunked, max(room - whole, 0)), 0)
         price = max(min(whole, room), piece - rest, 1)
         cap = self._config.max_prefill_requests
-        if price > credit or whole > min(most, self.rem_input) or 0 < cap <= self.new_requests:
+        if price > credit or whole > min(most, self.left_input) or 0 < cap <= self.new_requests:
             return 0
         self._memory.lock(match.node)
         if self._leaves_room(request, match, chunked, piece):
@@ -188,7 +188,7 @@ class PrefillAdder:
         left = self._ceil(chunked.scheduling.target - chunked.length)
         total = self.need(request, match) + kv_need(left, self._reserve(chunked), self._page)
         step = self._ceil(extend) + self._ceil(piece) + 2 * self._page
-        if total >= self.rem_total or step > self.cur_rem:
+        if total >= self.left_total or step > self.left_step:
             return False
         return not (self._knows_length(request) and self._check_known_length(request, extend))
 
@@ -205,15 +205,15 @@ class PrefillAdder:
             refusal = self._check_known_length(request, extend)
             return refusal or self._admit_cut(request, match, extend)
         need = self.need(request, match)
-        if need >= self.rem_total:
+        if need >= self.left_total:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
-        if not self._chunking and self.new_requests and self._ceil(extend) >= self.rem_input:
+        if not self._chunking and self.new_requests and self._ceil(extend) >= self.left_input:
             return self._refuse(Verdict.OTHER, Reason.INPUT_BUDGET)
         # The matched prefix itself may be what makes up most of the evictable tokens.
         self._memory.lock(match.node)
         verdict = (
             self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
-            if need >= self.rem_total
+            if need >= self.left_total
             else self._admit_cut(request, match, extend)
         )
         if not (self.admitted and self.admitted[-1].request is request):
@@ -222,12 +222,12 @@ class PrefillAdder:
 
     def _admit_cut(self, request: Request, match: PrefixMatch, extend: int) -> Verdict:
         """Admits a request with as much of it as the step still takes."""
-        whole = self._ceil(extend) <= self.rem_chunk
-        tokens = extend if whole else self._cut_behind(match.tokens, self.rem_chunk)
+        whole = self._ceil(extend) <= self.left_chunk
+        tokens = extend if whole else self._cut_behind(match.tokens, self.left_chunk)
         # An aligned cut may leave some of the chunk; only one prompt at a time is ever cut.
         if tokens <= 0 or (not whole and self.chunked is not None):
             return self._refuse(Verdict.OTHER, self._cut_short)
-        if self._ceil(tokens) > self.cur_rem:
+        if self._ceil(tokens) > self.left_step:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_STEP)
         self._admit(request, match, tokens, whole=whole)
         return self._verdict()
@@ -251,13 +251,13 @@ class PrefillAdder:
         """Whether a request whose output length is known, nothing of it cached, fits beside the
         others until each has ended; None if it does."""
         extend = self._ceil(extend)
-        if extend + self._page > min(self.cur_rem, self.rem_total):
+        if extend + self._page > min(self.left_step, self.left_total):
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
         if self._lifetimes is None:
             earlier = [*self._load.running, *(item.request for item in self.admitted)]
             self._lifetimes = [self._lifetime(other) for other in earlier]
         lives = sorted([*self._lifetimes, self._lifetime(request)])
-        free = self.cur_rem - extend
+        free = self.left_step - extend
         for index, (left, held) in enumerate(lives):
             live = len(lives) - index
             if free - left * live <= live:
@@ -278,25 +278,25 @@ class PrefillAdder:
     def _charge(self, extend: int, decode: int) -> None:
         # One page more than the tokens need: an extend can open one.
         extend = self._ceil(extend)
-        self.off_total += extend + decode + self._page
-        self.off_current += extend + self._page
-        self.rem_input -= extend
-        self.rem_chunk -= extend
+        self.taken_total += extend + decode + self._page
+        self.taken_step += extend + self._page
+        self.left_input -= extend
+        self.left_chunk -= extend
 
     @property
     def _cut_short(self) -> Reason:
         """Which of the two bounds a piece of a prompt ends at."""
-        by_input = self.rem_input <= self.rem_chunk
+        by_input = self.left_input <= self.left_chunk
         return Reason.INPUT_BUDGET if by_input else Reason.CHUNK_BUDGET
 
     def _verdict(self) -> Verdict:
-        if self.rem_total <= 0:
+        if self.left_total <= 0:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
-        if self.cur_rem <= 0:
+        if self.left_step <= 0:
             return self._refuse(Verdict.NO_TOKEN, Reason.KV_STEP)
-        if self.rem_input <= 0:
+        if self.left_input <= 0:
             return self._refuse(Verdict.OTHER, Reason.INPUT_BUDGET)
-        if self.rem_chunk <= 0:
+        if self.left_chunk <= 0:
             return self._refuse(Verdict.OTHER, Reason.CHUNK_BUDGET)
         return Verdict.CONTINUE
 

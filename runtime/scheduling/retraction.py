@@ -1,8 +1,8 @@
-"""Who gives KV back so that others can go on: retracted for want of pages, so that the other
-running rows get their next token, or preempted for the sake of a much higher priority.
+"""Which requests give KV back so that others can go on. A request is retracted for want of pages,
+so that the other running rows get their next token, or preempted for a much higher priority.
 
-Either goes back into the queue with its outputs. NewTokenRatio is how much is kept in reserve, so
-that this happens seldom.
+In both cases it goes back into the queue with its outputs. NewTokenRatio is how much is kept in
+reserve, so that this happens seldom.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class NewTokenRatio:
         self.value = max(self.value, estimate)
 
 
-# Preemption: who would have to go is found by trying. The candidate is admitted, by the rules of
-# admission themselves, into what would be there without some of the others.
+# Preemption: the victims are found by trying. The rules of admission are asked whether the
+# candidate would get in if some of the others were gone.
 
 
 def preemption_order(admitted: Sequence[Request], priority: int, threshold: int) -> list[Request]:
@@ -175,7 +175,7 @@ def fewest_victims(
     would not do.
 
     Args:
-        order: whom to take first.
+        order: candidates for release, the first to go first.
         least: victims that are needed at any rate, one or more.
         admits: whether the candidate would be admitted without these; more of them never hurt.
     """

@@ -119,7 +119,7 @@ def build_batch(
     _write_tables(batch, memory)
     for item in admitted:
         if item.last:
-            memory.share(item.request, item.request.length)
+            memory.insert(item.request, item.request.length)
     return batch
 
 

@@ -23,7 +23,7 @@ from runtime.request import Finish, FinishReason, RequestOutput
 from runtime.scheduling.accounting import Counters, Reason
 from runtime.scheduling.admission import Admission
 from runtime.scheduling.intake import (
-    make_places,
+    make_room_in_queue,
     resolve_max_new_tokens,
     room_for_output,
     start_record,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
     from runtime.request import Request
     from runtime.runner import StepOutput
+    from runtime.scheduling.cache_events import CacheEvents
     from runtime.scheduling.schedule_batch import Admitted, ScheduleBatch
     from runtime.scheduling.statistics import RequestDebug, SchedulerStatistics
 
@@ -79,15 +80,15 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.memory = KVMemory(config)
+        self._memory = KVMemory(config)
         self.counters = Counters()
-        self._life = Lifecycle(config, self.memory, self.counters)
+        self._life = Lifecycle(config, self._memory, self.counters)
         self._admission = Admission(config, self._life)
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
         self._retries = StepRetries()
         self._next_seq = 0
         self._next_step = 0
-        self._recount = IdleRecount(self.memory)
+        self._recount = IdleRecount(self._memory)
 
     # Requests
 
@@ -111,14 +112,14 @@ class Scheduler:
             if times > 1 or request_id in life.live:
                 raise InvalidRequest(f"Request id {request_id!r} is in use.")
         limits = [resolve_max_new_tokens(request, config) for request in requests]
-        displaced = make_places(requests, life, config.max_queued_requests)
+        displaced = make_room_in_queue(requests, life, config.max_queued_requests)
         computed = self.counters.computed_tokens
         for request, limit in zip(requests, limits, strict=True):
             request.max_new_tokens = limit
             start_record(request, self._next_seq, computed, config)
             self._next_seq += 1
             life.add(request, now)
-            self.memory.look_up(request, ARRIVAL_VISITS)
+            self._memory.look_up(request, ARRIVAL_VISITS)
         self._recount.books_change()
         self.counters.displaced += len(displaced)
         return [self._end(*pair) for pair in displaced]
@@ -178,7 +179,7 @@ class Scheduler:
             plan.reason = "wait_commit"
         elif not self._retry(plan):
             if life.chunked is not None:
-                self.memory.share(life.chunked, life.chunked.length)
+                self._memory.insert(life.chunked, life.chunked.length)
             self._decide(plan, now)
         if plan.batch is None and not plan.reason:
             self._nothing_to_launch(plan)
@@ -190,7 +191,7 @@ class Scheduler:
         if part is None:
             return False
         prefills, decodes = part
-        plan.batch = build_batch(self._next_step, prefills, decodes, self.memory)
+        plan.batch = build_batch(self._next_step, prefills, decodes, self._memory)
         plan.batch.retry = True
         self._launched(plan.batch, prefills)
         return True
@@ -217,7 +218,7 @@ class Scheduler:
             decoding = life.running
         if not admitted and not decoding:
             return
-        plan.batch = build_batch(self._next_step, admitted, decoding, self.memory)
+        plan.batch = build_batch(self._next_step, admitted, decoding, self._memory)
         self._launched(plan.batch, admitted)
         if decoding and not retracted:
             self._ratio.decay()
@@ -246,7 +247,7 @@ class Scheduler:
     def _must_commit_first(self, plan: Plan) -> bool:
         """Whether rows must be retracted while a step in flight still names their pages and their
         newest tokens are not known."""
-        if not self._life.inflight or next_tokens_fit(self._life.running, self.memory):
+        if not self._life.inflight or next_tokens_fit(self._life.running, self._memory):
             return False
         plan.reason = "wait_commit"
         return True
@@ -255,9 +256,9 @@ class Scheduler:
         """Retracts until the running rows' next step fits, no step being in flight; returns whether
         it had to."""
         life = self._life
-        if next_tokens_fit(life.running, self.memory):
+        if next_tokens_fit(life.running, self._memory):
             return False
-        victims, hopeless = choose_victims(life.running, life.chunked, self.memory)
+        victims, hopeless = choose_victims(life.running, life.chunked, self._memory)
         for request in victims:
             life.retract(request, now)
         self.counters.retractions += len(victims)
@@ -308,7 +309,7 @@ class Scheduler:
         for index in output.failed:
             row = batch.sampled[index]
             if row < batch.num_prefill:
-                self.memory.drop_computed(batch.requests[row])
+                self._memory.drop_computed(batch.requests[row])
 
     def fail(self, batch: ScheduleBatch, message: str, now: float) -> list[RequestOutput]:
         """The oldest step in flight could not be launched, or raised.
@@ -365,7 +366,7 @@ class Scheduler:
                 raise ConfigError(f"{name} cannot be changed while serving")
         self.config = replace(self.config, **changes)
         self._recount.books_change()
-        self.memory.cache.set_eviction_policy(self.config.eviction_policy)
+        self._memory.cache.set_eviction_policy(self.config.eviction_policy)
         self._life.configure(self.config)
         self._admission.configure(self.config)
         if "schedule_conservativeness" in changes:
@@ -375,9 +376,17 @@ class Scheduler:
         """Empties the cache. Returns False while any request is alive or a step in flight."""
         if self.has_unfinished:
             return False
-        self.memory.cache.flush()
+        self._memory.cache.flush()
         self._recount.books_change()
         return True
+
+    def watch_cache(self) -> CacheEvents:
+        """Starts to note what enters and leaves the cache. To be called once, before the first
+        request.
+
+        Returns: what is noted, to be read between passes.
+        """
+        return self._memory.watch()
 
     def statistics(self) -> SchedulerStatistics:
         """The scheduler at this moment."""
@@ -407,7 +416,7 @@ class Scheduler:
         life = self._life
         leaving = [request for flight in life.inflight for request in flight.leaving]
         launched = [flight.batch for flight in life.inflight]
-        check_books(self.memory, [*life.live.values(), *leaving], launched)
+        check_books(self._memory, [*life.live.values(), *leaving], launched)
 
     def check_some(self) -> bool:
         """When idle, recounts for a fraction of a millisecond; decides nothing, and changes nothing

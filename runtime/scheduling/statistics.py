@@ -28,7 +28,8 @@ class SchedulerStatistics:
         chunk_tokens: prefill tokens the last pass allowed a step; 0: not cut.
         slo_feasible: whether even the smallest chunk holds --tpot-slo-ms; None: no target, or
             too few steps measured.
-        predicted_step_s: what the SLO sizer predicted for the last chunk it chose, margin included.
+        predicted_step_s: what a chunk sizer by time predicted for the last step it sized, margin
+            included.
         invariant_error: the last idle recount that failed.
     """
 

@@ -1,5 +1,5 @@
-"""What becomes of a step that ran: its tokens appended, streamed, or the end of a request; or,
-where it failed, its rows tried again."""
+"""Applies the result of a step: its tokens are appended to their requests and may end them. The
+rows of a step that failed are tried again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def apply_results(
     Args:
         void: requests whose rows are dropped as well, since what they read was wrong.
 
-    Returns: one output per live sampled row, and those of them whose request is to be ended.
+    Returns: one output per live sampled row; those of these outputs that end their request.
     """
     if output.prompt_logprobs:
         _gather_prompt_logprobs(batch, output)

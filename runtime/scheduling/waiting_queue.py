@@ -1,4 +1,4 @@
-"""Who waits, and in which order the next pass looks at them."""
+"""The waiting requests, and the order in which the next pass looks at them."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class WaitingQueue:
         return bisect_right(self.entries, self.entries[first][0], key=_level)
 
     def to_displace(self, priority: int, count: int) -> list[Request]:
-        """Up to `count` requests that make room when the queue is at its cap: of the lowest
-        priorities below this one, the newest that have not been given any token yet. One that is
-        about to end by itself makes no room."""
+        """Up to `count` requests to displace when the queue is at its cap: of the lowest priorities
+        below this one, the newest that have no output token yet. A request that is about to end
+        anyway makes no room and is passed by."""
         found: list[Request] = []
         for level, _, request in reversed(self.entries):
             if len(found) >= count or -level >= priority:
@@ -129,10 +129,10 @@ class QueueOrder:
         return chain((item[-1] for item in order), (entry[2] for entry in rest))
 
     def shortest(self, now: float, most_tokens: int) -> list[Request]:
-        """Those of the highest priority that have at most so many tokens to compute, the fewest
-        first; before them, who has been passed over by shorter ones for too long.
+        """Requests of the highest priority that have at most so many tokens to compute, the fewest
+        first; before them, those that shorter ones have passed over for too long.
 
-        How much of each is cached is taken as last looked up: it is a reason to look, no more.
+        How much of each is cached is taken as last looked up, which is enough for an order.
         """
         found: list[tuple[bool, int, int, Request]] = []
         window = self._queue.entries[:SORT_WINDOW]
@@ -149,7 +149,7 @@ class QueueOrder:
         return [item[-1] for item in found]
 
     def note_admitted(self, admitted: Sequence[Request], now: float) -> None:
-        """Remembers who was passed over, the admitted having left the queue."""
+        """Marks the requests that were passed over, after the admitted have left the queue."""
         if self._policy.keys is None or not admitted:
             return
         newest: dict[int, int] = {}
@@ -164,7 +164,7 @@ class QueueOrder:
     def note_passed_over(
         self, shortest: Sequence[Request], admitted: Sequence[Request], now: float
     ) -> None:
-        """Remembers which of the `shortest` later arrivals were admitted ahead of."""
+        """Marks those of the `shortest` that a later arrival was admitted ahead of."""
         newest = max([request.scheduling.seq for request in admitted], default=-1)
         for request in shortest:
             record = request.scheduling

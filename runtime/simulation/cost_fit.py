@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from runtime.errors import LoomserveError
-from runtime.simulation.cost_model import CostModel, StepShape
+from runtime.simulation.cost_model import CostModel, StepWork
 from runtime.simulation.least_squares import fit_nonnegative
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ OUTLIER_RATIO = 1.5
 class StepTime:
     """A measured step."""
 
-    shape: StepShape
+    work: StepWork
     seconds: float
 
 
@@ -61,10 +61,10 @@ def fit_cost_model(times: Sequence[StepTime]) -> CostFit:
         )
     usable = usable[:: -(-len(usable) // MAX_STEPS)]
     model = _best_knee(usable)
-    inliers = [t for t in usable if t.seconds <= OUTLIER_RATIO * model.seconds(t.shape)]
+    inliers = [t for t in usable if t.seconds <= OUTLIER_RATIO * model.seconds(t.work)]
     if MIN_STEPS <= len(inliers) < len(usable):
         model = _best_knee(inliers)
-    ratios = [t.seconds / max(model.seconds(t.shape), 1e-9) for t in usable]
+    ratios = [t.seconds / max(model.seconds(t.work), 1e-9) for t in usable]
     return CostFit(
         model=_with_noise(model, ratios),
         steps=len(usable),
@@ -80,21 +80,21 @@ def _best_knee(times: Sequence[StepTime]) -> CostModel:
 def _fit_at(times: Sequence[StepTime], knee: int) -> tuple[float, CostModel]:
     features = []
     for time in times:
-        shape = time.shape
-        beyond = max(0, shape.prefill_tokens + shape.decode_rows - knee)
+        work = time.work
+        beyond = max(0, work.prefill_tokens + work.decode_rows - knee)
         features.append(
             (
                 1.0,
                 float(beyond),
-                float(shape.prefill_pairs),
-                float(shape.context_tokens),
-                float(shape.decode_rows),
+                float(work.prefill_pairs),
+                float(work.context_tokens),
+                float(work.decode_rows),
             )
         )
     weights = [1.0 / time.seconds**2 for time in times]
     step, token, pair, context, row = fit_nonnegative(features, [t.seconds for t in times], weights)
     model = CostModel(step, token, float(knee), pair, context, row)
-    error = sum((model.seconds(t.shape) / t.seconds - 1.0) ** 2 for t in times)
+    error = sum((model.seconds(t.work) / t.seconds - 1.0) ** 2 for t in times)
     return error, model
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
+class StepWork:
     """What a step's time depends on.
 
     Args:
@@ -41,8 +41,8 @@ class StepShape:
     context_tokens: int = 0
 
     @classmethod
-    def of(cls, batch: ScheduleBatch) -> StepShape:
-        """The shape of a planned step. Cost: O(rows), at the speed of `sum` for decode rows."""
+    def of(cls, batch: ScheduleBatch) -> StepWork:
+        """The work of a planned step. Cost: O(rows), at the speed of `sum` for decode rows."""
         prefill, rows = batch.num_prefill, len(batch.rows)
         tokens = pairs = 0
         for i in range(prefill):
@@ -78,15 +78,15 @@ class CostModel:
     tail_probability: float = 0.0
     tail_index: float = 3.0
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, work: StepWork) -> float:
         """The expected time of a step before noise."""
-        beyond = shape.prefill_tokens + shape.decode_rows - self.knee_tokens
+        beyond = work.prefill_tokens + work.decode_rows - self.knee_tokens
         return (
             self.step_s
             + (self.token_s * beyond if beyond > 0 else 0.0)
-            + self.pair_s * shape.prefill_pairs
-            + self.context_s * shape.context_tokens
-            + self.row_s * shape.decode_rows
+            + self.pair_s * work.prefill_pairs
+            + self.context_s * work.context_tokens
+            + self.row_s * work.decode_rows
         )
 
 
@@ -97,13 +97,13 @@ class StepTimer:
         self.model = model
         self._random = random.Random(seed)
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, work: StepWork) -> float:
         """The time of the next step.
 
         The noise is centred on its median, as the measured times of a quiet machine are: the
         mean lies above the model by the tail."""
         model, draw = self.model, self._random
-        seconds = model.seconds(shape)
+        seconds = model.seconds(work)
         if model.sigma:
             seconds *= draw.lognormvariate(0.0, model.sigma)
         if model.tail_probability and draw.random() < model.tail_probability:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.request import FinishReason
 from runtime.simulation.cost_fit import StepTime
-from runtime.simulation.cost_model import StepShape
+from runtime.simulation.cost_model import StepWork
 from runtime.simulation.simulator import RequestStats
 from runtime.simulation.trace import finish_from, ids_from
 from runtime.simulation.workloads import Arrival
@@ -23,7 +23,7 @@ class LiveRun:
     Args:
         arrivals: the accepted requests, times counted from the first one.
         stats: by request id, on the same time axis, as the clients of the live run saw it.
-        step_times: shape and device time of every committed step.
+        step_times: work and device time of every committed step.
     """
 
     arrivals: list[Arrival] = field(default_factory=list)
@@ -49,7 +49,7 @@ class _Reader:
         self._origin_s = 0.0
         self._now_s = 0.0  # calls without a clock reading happen at the last one
         self._arrivals: dict[str, Arrival] = {}
-        self._shapes: dict[int, StepShape] = {}
+        self._works: dict[int, StepWork] = {}
         self._aborts: dict[str, float] = {}
 
     def read(self, event: Event) -> None:
@@ -67,10 +67,10 @@ class _Reader:
                 if self._run.stats[request_id].finish is None:
                     self._aborts.setdefault(request_id, self._now_s)
         elif kind == "plan" and event.get("batch"):
-            self._shapes[event["batch"]["step"]] = _shape(event["batch"])
+            self._works[event["batch"]["step"]] = _work(event["batch"])
         elif kind == "commit":
-            shape = self._shapes.pop(event["step"])
-            self._run.step_times.append(StepTime(shape, event["device_s"]))
+            work = self._works.pop(event["step"])
+            self._run.step_times.append(StepTime(work, event["device_s"]))
         for request_id, tokens, finish in event.get("outputs") or event.get("ended") or ():
             self._output(request_id, tokens, finish)
 
@@ -124,11 +124,11 @@ class _Reader:
             stats.finish = finish_from(finish)
 
 
-def _shape(batch: dict[str, Any]) -> StepShape:
+def _work(batch: dict[str, Any]) -> StepWork:
     prefill = batch["num_prefill"]
     starts, lengths = batch["prefix_lens"], batch["extend_lens"]
     pairs = sum(
         n * s + n * (n + 1) // 2 for s, n in zip(starts[:prefill], lengths[:prefill], strict=True)
     )
     decode = len(starts) - prefill
-    return StepShape(sum(lengths[:prefill]), pairs, decode, sum(starts[prefill:]) + decode)
+    return StepWork(sum(lengths[:prefill]), pairs, decode, sum(starts[prefill:]) + decode)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from runtime.errors import LoomserveError
 from runtime.request import Finish, FinishReason, Request, RequestOutput, SamplingParams
 from runtime.runner import StepOutput
-from runtime.simulation.cost_model import StepShape, StepTimer
+from runtime.simulation.cost_model import StepTimer, StepWork
 from runtime.simulation.virtual_clock import VirtualClock
 from runtime.simulation.workloads import EOS_TOKEN_ID, Arrival
 
@@ -225,14 +225,14 @@ class Simulator:
         host = self._host
         if host.step_s or host.row_s:
             self._advance(self.clock.now + host.step_s + host.row_s * len(batch.rows))
-        shape = StepShape.of(batch)
-        seconds = self._timer.seconds(shape)
+        work = StepWork.of(batch)
+        seconds = self._timer.seconds(work)
         self._device_free_s = max(self.clock.now, self._device_free_s) + seconds
         self._busy_s += seconds
         steps = self._steps
         steps.kinds.append(batch.kind)
         steps.seconds.append(seconds)
-        steps.prefill_tokens.append(shape.prefill_tokens)
+        steps.prefill_tokens.append(work.prefill_tokens)
         steps.rows.append(len(batch.rows))
         output = StepOutput(self._sample(batch), device_s=seconds)
         return _Launched(batch, output, self._device_free_s)

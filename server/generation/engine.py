@@ -25,7 +25,7 @@ from runtime.request import Finish, FinishReason
 from runtime.runner import failed_step
 from server.generation.output import ChoiceOutput, RequestStream
 from server.generation.pace import Pace
-from server.generation.step_reports import InFlight, StepReports
+from server.generation.step_reports import LoopStep, StepReports
 from server.generation.token_masks import needs_mask, token_masks
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Engine:
                 raise
 
     async def _run(self) -> None:
-        flight: InFlight | None = None
+        flight: LoopStep | None = None
         reason = ""
         while not (self._stopping and flight is None and not self.scheduler.has_unfinished):
             following, reason = self._plan_and_launch(reason)
@@ -197,7 +197,7 @@ class Engine:
                 await self._rest()
             flight = following
 
-    def _plan_and_launch(self, last_reason: str) -> tuple[InFlight | None, str]:
+    def _plan_and_launch(self, last_reason: str) -> tuple[LoopStep | None, str]:
         """Launches the next step, if there is one; also why there was none."""
         planned = self.clock()
         plan = self.scheduler.plan(planned)
@@ -212,9 +212,9 @@ class Engine:
             step = failed_step(error)  # in its turn, after the step before it is committed
         if not self._masked_live or not needs_mask(batch, self._live):
             step.sample(None)
-        return InFlight(batch, step, last_reason, planned, launched), ""
+        return LoopStep(batch, step, last_reason, planned, launched), ""
 
-    async def _sample(self, flight: InFlight) -> None:
+    async def _sample(self, flight: LoopStep) -> None:
         """Lets a step sample whose masks had to wait for the tokens of the step before."""
         if not flight.step.may_sample:
             vocab_size = self.runner.info.vocab_size
@@ -222,7 +222,7 @@ class Engine:
             flight.masked_rows = len(masks.rows) if masks is not None else 0
             flight.step.sample(masks)
 
-    async def _finish(self, flight: InFlight, later: InFlight | None) -> bool:
+    async def _finish(self, flight: LoopStep, later: LoopStep | None) -> bool:
         """Waits for a step, applies and delivers what it gave.
 
         Args: later: the step launched after it. Where this one failed it is dropped.
@@ -239,7 +239,7 @@ class Engine:
         self._reports.step(flight.record(done, self.clock(), device_s=output.device_s))
         return True
 
-    async def _take_back(self, flight: InFlight, later: InFlight | None, error: Exception) -> None:
+    async def _take_back(self, flight: LoopStep, later: LoopStep | None, error: Exception) -> None:
         """A step has failed: neither it nor the one after it has ever been, for the scheduler.
 
         Raises: EngineDead: the device is gone.

@@ -18,7 +18,7 @@ log = logging.getLogger("loomserve.engine")
 
 
 @dataclass(slots=True)
-class InFlight:
+class LoopStep:
     """A step between launch and commit, and what its record will say of it."""
 
     batch: ScheduleBatch

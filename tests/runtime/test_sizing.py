@@ -11,7 +11,7 @@ from runtime.config import GPU_CHUNK_TOKENS, STEP_BOUND_MS, SchedulerConfig, Sch
 from runtime.errors import ConfigError
 from runtime.scheduling.scheduler import Scheduler
 from runtime.scheduling.step_time_model import MeasuredSteps, measure_steps
-from runtime.simulation.cost_model import CostModel, StepShape, StepTimer
+from runtime.simulation.cost_model import CostModel, StepTimer, StepWork
 from runtime.simulation.simulator import SimulationResult, Simulator
 from runtime.simulation.trace import config_from, config_record
 from runtime.simulation.workloads import Workload, in_order
@@ -36,7 +36,7 @@ def timing(cost: CostModel, seed: int = 0) -> Any:
 
     def time_step(tokens: int, history: int, rows: int, row_tokens: int) -> float:
         pairs = tokens * history + tokens * (tokens + 1) // 2
-        return timer.seconds(StepShape(tokens, pairs, rows, rows * (row_tokens + 1)))
+        return timer.seconds(StepWork(tokens, pairs, rows, rows * (row_tokens + 1)))
 
     return time_step
 

@@ -254,10 +254,10 @@ class NaiveModel:
 
     def check(self) -> None:
         """Every invariant, from scratch."""
-        allocator = self.scheduler.memory.allocator
+        allocator = self.scheduler._memory.allocator
         free = [page for part in allocator.free_slices(1000) for page in part]
         deferred = allocator.deferred()
-        free_rows = self.scheduler.memory.free_rows
+        free_rows = self.scheduler._memory.free_rows
         tree = self._tree()
         self._check_pages(free, deferred, tree)
         self._check_written(tree)
@@ -269,7 +269,7 @@ class NaiveModel:
     def _tree(self) -> dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]]:
         """Every node by its whole prefix, walked from the roots, with its pages."""
         found: dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]] = {}
-        for namespace, root in self.scheduler.memory.cache.tree.roots.items():
+        for namespace, root in self.scheduler._memory.cache.tree.roots.items():
             stack: list[tuple[Node, tuple[int, ...]]] = [(root, ())]
             while stack:
                 node, above = stack.pop()

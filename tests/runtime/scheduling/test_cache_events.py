@@ -19,7 +19,7 @@ class Mirror:
 
     def __init__(self, scheduler):
         self.scheduler = scheduler
-        self.events = scheduler.memory.watch()
+        self.events = scheduler.watch_cache()
         self.prefixes = {}
         self.seen = []  # every event so far
 
@@ -59,7 +59,7 @@ class Mirror:
 
 def cached_prefixes(scheduler):
     """(namespace, token, ...) of every cached prefix in whole pages."""
-    memory = scheduler.memory
+    memory = scheduler._memory
     for namespace, root in memory.cache.tree.roots.items():
         stack = [(root, (namespace,))]
         while stack:
@@ -72,12 +72,12 @@ def cached_prefixes(scheduler):
 
 def unwritten_prefixes(scheduler):
     """Those whose last page a step in flight is to write."""
-    memory = scheduler.memory
-    for share in memory.shares:
-        made = share.request
+    memory = scheduler._memory
+    for insertion in memory.insertions:
+        made = insertion.request
         if memory.is_lost(made) or made.row < 0:
             continue
-        known = share.tree_tokens + len(share.own) * memory.page_size
+        known = insertion.tree_tokens + len(insertion.own) * memory.page_size
         tokens = made.tokens_between(0, made.scheduling.tree_tokens)
         for end in range(known + memory.page_size, len(tokens) + 1, memory.page_size):
             yield (made.namespace, *tokens[:end])

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import InvariantError
 from runtime.scheduling.invariants import SLICE
-from runtime.scheduling.kv_memory import Share
+from runtime.scheduling.kv_memory import Insertion
 from runtime.scheduling.radix_tree import Node
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
@@ -33,15 +33,15 @@ def slices(scheduler: Scheduler) -> int:
 
 
 def _leaf(scheduler: Scheduler) -> Node:
-    return present(scheduler.memory.cache.order.first())
+    return present(scheduler._memory.cache.order.first())
 
 
 def _take_a_page(scheduler: Scheduler) -> None:
-    scheduler.memory.allocator.allocate_pages(1)
+    scheduler._memory.allocator.allocate_pages(1)
 
 
 def _free_twice(scheduler: Scheduler) -> None:
-    scheduler.memory.allocator.free([_leaf(scheduler).pages[0]])
+    scheduler._memory.allocator.free([_leaf(scheduler).pages[0]])
 
 
 def _lock(scheduler: Scheduler) -> None:
@@ -53,7 +53,7 @@ def _rank(scheduler: Scheduler) -> None:
 
 
 def _leave_order(scheduler: Scheduler) -> None:
-    scheduler.memory.cache.order.remove(_leaf(scheduler).rank)
+    scheduler._memory.cache.order.remove(_leaf(scheduler).rank)
 
 
 def _move(scheduler: Scheduler) -> None:
@@ -66,7 +66,7 @@ def _piece(scheduler: Scheduler) -> None:
 
 
 def _stamp(scheduler: Scheduler) -> None:
-    scheduler.memory.shares.append(Share(request("c", 9), 7, 0, array("i")))
+    scheduler._memory.insertions.append(Insertion(request("c", 9), 7, 0, array("i")))
 
 
 @pytest.mark.parametrize(

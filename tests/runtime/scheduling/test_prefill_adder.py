@@ -67,18 +67,18 @@ def adder(
 def test_forecast_refuses_what_would_not_fit_and_admits_what_does() -> None:
     running = [decoding(100, 20), decoding(100, 20)]
     step = adder(1000, running)
-    assert step.off_total == 112
-    assert step.rem_total == 888
+    assert step.taken_total == 112
+    assert step.left_total == 888
     assert step.add(waiting(300, 600), NO_MATCH) is Verdict.NO_TOKEN
     assert step.reason is Reason.KV_TOTAL
     assert not step.admitted
     assert step.add(waiting(200, 600), NO_MATCH) is Verdict.CONTINUE
-    assert (step.rem_total, step.cur_rem) == (87, 799)
+    assert (step.left_total, step.left_step) == (87, 799)
 
 
 def test_mixed_rows_count_one_token_each_in_the_forecast() -> None:
     running = [decoding(100, 20), decoding(100, 20)]
-    assert adder(1000, running, mixed=2, mixed_page_tokens=2).off_total == 114
+    assert adder(1000, running, mixed=2, mixed_page_tokens=2).taken_total == 114
 
 
 def test_a_need_equal_to_what_remains_is_refused() -> None:
@@ -132,12 +132,12 @@ def test_chunks_of_a_10_000_token_prompt(
 def test_decode_rows_never_take_the_whole_chunk(rows: int) -> None:
     running = [decoding(100, 20) for _ in range(rows)]
     step = adder(running=running, mixed=rows, chunk=64, page_size=16)
-    assert step.rem_chunk == 16
+    assert step.left_chunk == 16
 
 
 def test_a_new_prompt_is_cut_at_a_page() -> None:
     step = adder(running=[decoding(100, 20)], mixed=1, chunk=64, page_size=32)
-    assert step.rem_chunk == 63
+    assert step.left_chunk == 63
     step.add(waiting(1000, 4), NO_MATCH)
     assert step.admitted[0].tokens == 32
 
@@ -223,7 +223,7 @@ def test_what_an_aligned_cut_leaves_of_the_chunk_takes_whole_prompts_only() -> N
             step.add_chunked(pending)
         else:
             assert step.add(waiting(1000, 4), NO_MATCH) is Verdict.CONTINUE
-        assert (step.admitted[0].tokens, step.rem_chunk) == (64, 36)
+        assert (step.admitted[0].tokens, step.left_chunk) == (64, 36)
         assert step.add(waiting(1000, 4), PrefixMatch(50, None)) is Verdict.OTHER
         assert len(step.admitted) == 1
         assert step.add(waiting(30, 4), NO_MATCH) is Verdict.CONTINUE
@@ -245,13 +245,13 @@ def test_an_aligned_chunk_that_no_memory_reaches_waits() -> None:
 def test_outputs_beyond_the_clip_are_not_reserved() -> None:
     step = adder(1000, clip_max_new_tokens=100)
     step.add(waiting(50, 4000), NO_MATCH)
-    assert step.rem_total == 1000 - 50 - 100 - 1
+    assert step.left_total == 1000 - 50 - 100 - 1
 
 
 def test_only_the_last_chunk_reserves_decode_tokens() -> None:
     step = adder(10_000, chunk=64)
     step.add(waiting(100, 500), NO_MATCH)
-    assert step.rem_total == 10_000 - 64 - 1
+    assert step.left_total == 10_000 - 64 - 1
 
 
 def test_a_pending_chunk_takes_what_is_really_free_and_waits_with_nothing() -> None:

@@ -342,7 +342,7 @@ def test_a_failed_recount_when_idle_is_reported_and_serving_goes_on() -> None:
     driver = Driver(checked=False)
     driver.add(request("r", 5, 2))
     driver.run()
-    driver.scheduler.memory.cache.evictable_tokens += 1
+    driver.scheduler._memory.cache.evictable_tokens += 1
     driver.add(request("s", 5, 2))
     driver.run()
     while driver.scheduler.check_some():

@@ -500,7 +500,7 @@ def test_the_naive_model_refuses_what_was_never_written() -> None:
     driver.commit()
     model.committed()
     model.check()
-    (root,) = driver.scheduler.memory.cache.tree.roots.values()
+    (root,) = driver.scheduler._memory.cache.tree.roots.values()
     (node,) = root.children.values()
     driver.device.slots[node.pages[7]] = 0
     with pytest.raises(AssertionError, match="7 tokens and the next 1 can be matched"):

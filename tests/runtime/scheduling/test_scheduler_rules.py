@@ -315,7 +315,7 @@ class TestRetraction:
             scheduler.add(item, 0.0)
             item.launched_tokens = outputs
             made.append(item)
-        memory = scheduler.memory
+        memory = scheduler._memory
         memory.allocate(scheduler.config.usable_tokens // memory.page_size)
         victims, hopeless = choose_victims(made, None, memory)
         assert [victim.request_id for victim in victims] == ["d", "c", "b", "e"]
@@ -325,7 +325,7 @@ class TestRetraction:
         driver = Driver(config(page_size=4, capacity_tokens=84), overlap=False, checked=False)
         driver.add(request("r", 8, 20))
         driver.step()
-        driver.scheduler.memory.allocate(driver.scheduler.statistics().free_tokens // 4)
+        driver.scheduler._memory.allocate(driver.scheduler.statistics().free_tokens // 4)
         driver.run()
         assert driver.reason("r") == "error"
         assert "no page left" in present(present(driver.ended["r"].finish).message)
@@ -718,7 +718,7 @@ def test_a_use_is_an_admission_and_not_a_look_at_a_blocked_prompt() -> None:
     assert driver.scheduler.statistics().reason == "kv_total"
     driver.scheduler.abort("blocked")
     driver.run()
-    driver.scheduler.memory.cache.evict(100)
+    driver.scheduler._memory.cache.evict(100)
     warm = request("warm", [*often, 3], 1)
     cold = request("cold", [*once, 3], 1)
     driver.add(warm, cold)

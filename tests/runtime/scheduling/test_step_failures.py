@@ -186,7 +186,7 @@ class TestTakingBack:
         if kind == "text":
             r1, cached = driver.batches[0].requests[1], Place()
             key = r1.tokens_to_prefill().tobytes()
-            driver.scheduler.memory.cache.tree.seek(cached, "", key, 100)
+            driver.scheduler._memory.cache.tree.seek(cached, "", key, 100)
             assert cached.tokens == 20 + len(r1.output_ids) - 1, "what is true of it"
 
     def test_a_caller_whose_device_is_gone_ends_everything_at_once(self) -> None:

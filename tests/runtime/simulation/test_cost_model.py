@@ -11,7 +11,7 @@ import pytest
 from runtime.errors import ConfigError, LoomserveError
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.simulation.cost_fit import StepTime, fit_cost_model
-from runtime.simulation.cost_model import CostModel, StepShape, StepTimer
+from runtime.simulation.cost_model import CostModel, StepTimer, StepWork
 from runtime.simulation.least_squares import fit_nonnegative
 from runtime.simulation.machines import MACHINE_NAMES, machine
 
@@ -20,7 +20,7 @@ TRUE = CostModel(
 )
 
 
-def random_shapes(count: int, seed: int) -> list[StepShape]:
+def random_shapes(count: int, seed: int) -> list[StepWork]:
     """Decode, prefill and mixed steps as a small server sees them."""
     rng = random.Random(seed)
     shapes = []
@@ -30,7 +30,7 @@ def random_shapes(count: int, seed: int) -> list[StepShape]:
         history = rng.randint(0, 4096)
         rows = 0 if kind == "prefill" else rng.randint(1, 32)
         pairs = tokens * history + tokens * (tokens + 1) // 2
-        shapes.append(StepShape(tokens, pairs, rows, rows * rng.randint(50, 2000)))
+        shapes.append(StepWork(tokens, pairs, rows, rows * rng.randint(50, 2000)))
     return shapes
 
 
@@ -43,19 +43,19 @@ def test_shape_counts_what_each_row_attends_to() -> None:
     batch.rows = array("i", [1, 2, 3, 4])
     batch.prefix_lens = array("i", [0, 100, 7, 50])
     batch.extend_lens = array("i", [10, 3, 1, 1])
-    shape = StepShape.of(batch)
-    assert shape == StepShape(13, naive_pairs(0, 10) + naive_pairs(100, 3), 2, 8 + 51)
+    shape = StepWork.of(batch)
+    assert shape == StepWork(13, naive_pairs(0, 10) + naive_pairs(100, 3), 2, 8 + 51)
 
 
 def test_few_tokens_cost_one_pass_over_the_weights() -> None:
-    one = TRUE.seconds(StepShape(prefill_tokens=1))
-    assert one == TRUE.seconds(StepShape(prefill_tokens=16))
-    assert TRUE.seconds(StepShape(prefill_tokens=17)) == pytest.approx(one + TRUE.token_s)
+    one = TRUE.seconds(StepWork(prefill_tokens=1))
+    assert one == TRUE.seconds(StepWork(prefill_tokens=16))
+    assert TRUE.seconds(StepWork(prefill_tokens=17)) == pytest.approx(one + TRUE.token_s)
 
 
 def test_noise_is_seeded_and_has_the_stated_spread_and_tail() -> None:
     noisy = CostModel(step_s=1.0, token_s=0.0, sigma=0.05, tail_probability=0.02, tail_index=2.0)
-    shape = StepShape(decode_rows=1)
+    shape = StepWork(decode_rows=1)
     timer, again = StepTimer(noisy, seed=3), StepTimer(noisy, seed=3)
     drawn = [timer.seconds(shape) for _ in range(20_000)]
     assert drawn == [again.seconds(shape) for _ in range(20_000)]
@@ -94,14 +94,14 @@ def test_fit_recovers_parameters_under_heavy_tailed_noise() -> None:
 
 
 def test_fit_does_without_features_that_never_occur() -> None:
-    shapes = [StepShape(decode_rows=n % 8 + 1, context_tokens=100 * n) for n in range(64)]
+    shapes = [StepWork(decode_rows=n % 8 + 1, context_tokens=100 * n) for n in range(64)]
     fit = fit_cost_model([StepTime(shape, TRUE.seconds(shape)) for shape in shapes])
     assert fit.model.pair_s == 0.0
     assert fit.model.seconds(shapes[5]) == pytest.approx(TRUE.seconds(shapes[5]), rel=1e-6)
 
 
 def test_fit_refuses_too_few_steps() -> None:
-    times = [StepTime(StepShape(decode_rows=1), 0.01)] * 15
+    times = [StepTime(StepWork(decode_rows=1), 0.01)] * 15
     with pytest.raises(LoomserveError, match="at least 16 measured steps, 15 given"):
         fit_cost_model(times)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from runtime.scheduling.scheduler import Scheduler
-from runtime.simulation.cost_model import StepShape, StepTimer
+from runtime.simulation.cost_model import StepTimer, StepWork
 from runtime.simulation.experiments import EXPERIMENTS, MACHINE, TARGET_MS, TIGHT_MS
 from runtime.simulation.machines import machine
 from runtime.simulation.report import Summary, share_within, summarize
@@ -129,7 +129,7 @@ def streams_and_long_prompts() -> list[Arrival]:
 @pytest.mark.parametrize("factor", [2.0, 1.1])
 def test_target_from_the_decode_step_on_a_cpu(factor: float, seed: int) -> None:
     where = machine("cpu-smollm2-135m")
-    decode_s = where.cost.seconds(StepShape(decode_rows=8, context_tokens=8 * 250))
+    decode_s = where.cost.seconds(StepWork(decode_rows=8, context_tokens=8 * 250))
     target_s = factor * decode_s
     options = {**where.options, "max_running_requests": 9, "tpot_slo_ms": 1e3 * target_s}
     scheduler = Watched(options)
