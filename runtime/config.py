@@ -16,6 +16,7 @@ from runtime.scheduling.policies import EVICTION_POLICIES, POLICIES
 STEP_BOUND_MS = 150.0
 GPU_CHUNK_TOKENS = 8192
 CPU_TOTAL_TOKENS = 32768
+MAX_PREFILL_TOKENS = 16384
 # Of a scheduler that is made without a device to size it for.
 CHUNK_TOKENS = 128
 
@@ -45,7 +46,9 @@ class SchedulerOptions:
         otherwise=f"on a CPU as many as a step of {STEP_BOUND_MS:g} ms is predicted to compute, on"
         f" a GPU {GPU_CHUNK_TOKENS}",
     )
-    max_prefill_tokens: int = option(16384, "upper bound of prefill tokens of a step", at_least=1)
+    max_prefill_tokens: int = option(
+        MAX_PREFILL_TOKENS, "upper bound of prefill tokens of a step", at_least=1
+    )
     prefill_share: float = option(
         0.25,
         "while a long prompt is computed in chunks, the share of its tokens that shorter ones may"
@@ -205,7 +208,7 @@ class RunnerConfig:
     )
     quantization: str | None = option(
         None,
-        "weight-only quantization of the linear layers",
+        "weight-only quantization of the linear layers (CPU)",
         choices=("int8", "int4"),
         otherwise="none",
     )

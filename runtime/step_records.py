@@ -22,7 +22,7 @@ class StepRecord:
         step: its number.
         kind: "prefill", "decode" or "mixed".
         prefill_rows, decode_rows, prefill_tokens: what it computed.
-        sampled_rows: rows that gave a token.
+        sampled_rows: rows whose next token was sampled: all but the middle chunks of prompts.
         masked_rows: rows sampled under a grammar or bad words.
         decode_ids: request ids of its decode rows; prefill_ids of its prefill rows.
         reason: why the plan before it gave no batch ("" where it followed at once).

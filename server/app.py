@@ -19,16 +19,16 @@ from server.api import (
     chat,
     completions,
     docs,
-    fleet,
     generate,
     messages,
     models,
     responses,
+    routing,
     tokens,
 )
-from server.api.fleet import LOAD_FORMAT_HEADER, LOAD_HEADER, load_header
 from server.api.incoming import IGNORED, IGNORED_HEADER
 from server.api.messages_answer import anthropic_error
+from server.api.routing import LOAD_FORMAT_HEADER, LOAD_HEADER, load_header
 from server.http.errors import Draining, ErrorAnswer, Unauthorized, error_answer, internal_error
 from server.http.listeners import open_listener
 from server.http.loop_watch import watched
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("loomserve.http")
 access = logging.getLogger("loomserve.access")
 
-PROTOCOLS = (chat, completions, responses, messages, generate, models, tokens, fleet, admin, docs)
+PROTOCOLS = (chat, completions, responses, messages, generate, models, tokens, routing, admin, docs)
 # Probes and scrapers carry no key, and must be answered while the server drains.
 OPEN_PATHS = ("/health", "/live", "/ready", "/ping", "/metrics")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -180,7 +180,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     if request.path not in OPEN_PATHS:
         _check_key(request, service.config.api_key)
         if service.draining and request.method == "POST":
-            raise Draining("the server is shutting down and takes no new requests")
+            raise Draining
     _check_origin(request, service.config.cors_allow_origins)
     if request.can_read_body:
         try:

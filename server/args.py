@@ -120,7 +120,7 @@ def make_config(values: Mapping[str, Any]) -> ServerConfig:
         {item.name: values[item.name] for item in options_of(record) if item.name in values}
         for record in (RunnerConfig, SchedulerOptions, ServerConfig)
     )
-    runner.setdefault("cache_dir", str(resolve_cache_dir(None, {})))
+    runner["cache_dir"] = str(resolve_cache_dir(runner.get("cache_dir"), {}))
     return ServerConfig(
         runner=RunnerConfig(**runner), scheduler=SchedulerOptions(**scheduler), **server
     )

@@ -10,6 +10,7 @@ from runtime.errors import ConfigError
 from runtime.options import check_options, option
 from server.formats.reasoning import REASONING_FAMILIES
 from server.formats.tool_families import TOOL_FAMILIES
+from server.generation.params import DEFAULT_MAX_LOGPROBS, DEFAULT_MAX_N
 
 _SENDABLE = re.compile(r"[\x21-\x7e]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -44,7 +45,10 @@ class ServerConfig:
     )
     kv_events_topic: str = option("", "topic of the events, such as kv@POD@MODEL", metavar="TOPIC")
     weight_version: str = option(
-        "default", "what /model_info calls the weights, for who rolls out new ones", metavar="NAME"
+        "default",
+        "a label of the weights that /model_info and /server_info report, to tell servers with new"
+        " weights from those with old ones",
+        metavar="NAME",
     )
     log_level: str = option("info", "least severe messages shown", choices=LOG_LEVELS)
     disable_overlap: bool = option(False, "read each step's result before the next step is planned")
@@ -59,12 +63,14 @@ class ServerConfig:
         None, "a Jinja chat template that replaces the model's", metavar="FILE"
     )
     allow_special_in_content: bool = option(
-        False, "names of control tokens in what clients write into a conversation are these tokens"
+        False,
+        "let <|im_end|> and the like in client text act as control tokens, which it otherwise"
+        " spells as plain text",
     )
     generation_config: str = option(
         "auto",
-        "whose generation_config.json says how requests are sampled that do not say it: the"
-        " model's (auto), nobody's (none) or a folder's",
+        "where the defaults of temperature, top_p and other sampling fields come from: the model's"
+        " generation_config.json (auto), that of a folder, or the API's own defaults (none)",
         metavar="{auto,none,FOLDER}",
     )
     tool_call_parser: str | None = option(
@@ -100,8 +106,14 @@ class ServerConfig:
     strict_fields: bool = option(
         False, "refuse request fields that nobody reads, instead of naming them in a header"
     )
-    max_logprobs: int = option(20, "alternatives per token that a request may ask for", at_least=0)
-    max_n: int = option(128, "choices, and prompts, that one request may ask for", at_least=1)
+    max_logprobs: int = option(
+        DEFAULT_MAX_LOGPROBS, "alternatives per token that a request may ask for", at_least=0
+    )
+    max_n: int = option(
+        DEFAULT_MAX_N,
+        "choices that one request may ask for; of /generate also its prompts",
+        at_least=1,
+    )
     max_connections: int = option(4096, "open connections; further ones get 503", at_least=1)
     header_timeout: float = option(
         20.0, "seconds for a new connection to send its request head", above=0

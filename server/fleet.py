@@ -104,7 +104,7 @@ def _router_program() -> str:
 
 def parse_fleet(argv: Sequence[str], prog: str = "loomserve fleet") -> FleetConfig:
     """What the command line asks for; ends the process with status 2 and one line where it cannot
-    be: [--replicas N] [--devices INDEX ...] OPTIONS OF SERVE [-- OPTIONS OF THE ROUTER]."""
+    be: [--replicas N] [--devices I,J,...] [OPTIONS OF SERVE] [-- THE ROUTER'S]."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     words, router_words = words[:end], tuple(words[end + 1 :])

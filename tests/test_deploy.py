@@ -71,6 +71,19 @@ def test_compose_gives_time_to_drain():
     assert (ROOT / build["dockerfile"]).is_file()
 
 
+def test_compose_shows_how_to_serve_a_model_that_it_mounts():
+    text = (DEPLOY / "compose.yaml").read_text()
+    made = yaml.safe_load(text)["services"]["loomserve"]
+    (shown,) = re.findall(r"#   command: (.*)", text)
+    words = yaml.safe_load(shown)
+    assert words[: len(made["command"])] == made["command"]
+    source, target, _ = made["volumes"][0].split(":")
+    assert (DEPLOY / source).resolve() == ROOT / "models"
+    model = parse_args(words).runner.model
+    assert model is not None
+    assert Path(model).parent == Path(target)
+
+
 def test_the_image_copies_what_there_is_and_names_known_variables():
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]

@@ -59,7 +59,7 @@ class NoCompiler(KernelBuildError):
 
 def default_cache_dir() -> Path:
     """$LOOMSERVE_CACHE, else ~/.cache/loomserve."""
-    return Path(os.environ.get("LOOMSERVE_CACHE") or Path.home() / ".cache" / "loomserve")
+    return Path(os.environ.get("LOOMSERVE_CACHE") or "~/.cache/loomserve").expanduser()
 
 
 def cpu_flags() -> frozenset[str]:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def resolve_cache_dir(option: str | None, environment: Mapping[str, str]) -> Path:
     """The cache folder: the option, else $LOOMSERVE_CACHE, else ~/.cache/loomserve."""
-    named = option or environment.get("LOOMSERVE_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "loomserve"
+    named = option or environment.get("LOOMSERVE_CACHE") or "~/.cache/loomserve"
+    return Path(named).expanduser()
 
 
 def build_once(

@@ -12,7 +12,7 @@ import torch
 from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.checkpoints.open_checkpoint import open_checkpoint
-from runtime.config import CPU_TOTAL_TOKENS
+from runtime.config import CPU_TOTAL_TOKENS, MAX_PREFILL_TOKENS
 from runtime.errors import ConfigError, ModelError, shown
 from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import DTYPES, Device, open_device
@@ -57,7 +57,7 @@ def build_runner(
     *,
     page_size: int,
     max_running_requests: int,
-    max_prefill_tokens: int = 16384,
+    max_prefill_tokens: int = MAX_PREFILL_TOKENS,
     tokenizer_size: int | None = None,
     tokenizer_eos_id: int | None = None,
     progress: Callable[[str], None] = lambda _: None,

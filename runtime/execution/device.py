@@ -6,7 +6,6 @@ import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -186,7 +185,7 @@ def _open_cpu(
         kernels=config.cpu_kernels,
         threads=config.cpu_threads,
         pinning=config.cpu_pinning,
-        cache_dir=None if config.cache_dir is None else Path(config.cache_dir).expanduser(),
+        cache_dir=resolve_cache_dir(config.cache_dir, os.environ),
     )
     try:
         op_set, kernels = ops.load_cpu(options, progress)

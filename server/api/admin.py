@@ -42,7 +42,7 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """GET /ready: whether new requests are taken."""
     if request.app[SERVICE].draining:
-        raise Draining("the server is shutting down and takes no new requests")
+        raise Draining
     return await health(request)
 
 

@@ -171,7 +171,8 @@ class SamplingFields(Body):
 
 
 class GeneratingBody(SamplingFields, GrammarFields, RequestFields):
-    """What every body of the known protocols has."""
+    """A body that asks for text: the fields of sampling, grammars and requests that all protocols
+    but `/generate` share."""
 
     def params(
         self,

@@ -61,7 +61,7 @@ class Load:
 
 
 class Engine:
-    """Generates.
+    """The step loop: plans, launches, reads and commits steps, and hands each request its tokens.
 
     Args:
         overlap: plan and launch the next step before the last one is read.

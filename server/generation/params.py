@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from server.generation.output import Matcher
     from server.generation.stop_rules import StopRules
 
-
 # Making Python's integers of so many ids lets nobody else run for 20 ms.
 MAX_COUNTED = 200_000
+
+DEFAULT_MAX_LOGPROBS = 20
+DEFAULT_MAX_N = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,8 @@ class ApiLimits:
     model: str
     vocab_size: int
     context_length: int
-    max_logprobs: int = 20
-    max_n: int = 128
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    max_n: int = DEFAULT_MAX_N
     defaults: SamplingDefaults = SamplingDefaults()
     aliases: tuple[str, ...] = ()
 

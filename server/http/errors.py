@@ -27,6 +27,9 @@ class Unauthorized(Exception):
 class Draining(Exception):
     """The server is shutting down and takes nothing new (HTTP 503)."""
 
+    def __str__(self) -> str:
+        return "the server is shutting down and takes no new requests"
+
 
 class Loading(Exception):
     """The model is not loaded yet (HTTP 503)."""

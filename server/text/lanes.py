@@ -1,8 +1,8 @@
 """Threads for work whose time grows with the size of what a client sent.
 
 The event loop serves everybody, so what may take longer than the way to a thread and back does not
-run on it. Each thread has its sizes: whatever waits, waits for work of at most sixteen times its
-own size, never for somebody's whole library.
+run on it. Each thread has its range of sizes: what waits, waits for
+work of its own range, so a chat never waits for somebody's whole library.
 """
 
 from __future__ import annotations

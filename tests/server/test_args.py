@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,6 +274,7 @@ def test_the_cache_variable_is_used_where_the_option_is_not_given(tmp_path):
     environ = {"LOOMSERVE_CACHE": str(tmp_path)}
     assert make_config(read_environment(environ)).runner.cache_dir == str(tmp_path)
     assert make_config({**read_environment(environ), "cache_dir": "/x"}).runner.cache_dir == "/x"
+    assert make_config({"cache_dir": "~/x"}).runner.cache_dir == str(Path.home() / "x")
 
 
 def test_what_kubernetes_sets_for_a_service_of_this_name_is_no_port():

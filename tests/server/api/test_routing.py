@@ -9,7 +9,7 @@ import threading
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.api.fleet import LOAD_FORMAT_HEADER, LOAD_HEADER
+from server.api.routing import LOAD_FORMAT_HEADER, LOAD_HEADER
 from tests.fakes import fake_runner, fake_server
 
 USER = [{"role": "user", "content": "hello"}]
