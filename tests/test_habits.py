@@ -1,7 +1,7 @@
 """What every test keeps to, read from the sources of the tests.
 
 A test says what must be true: it asserts, expects an error, or calls something whose name says that
-it checks (`check...`, `assert...`). No test waits by the clock: what sleeps is slow where it passes
+it checks (`check...`, `assert...`). A helper of that name under tests/ must do so itself. No test waits by the clock: what sleeps is slow where it passes
 and wrong where the machine is busy. It waits for what it needs to see; where nothing tells of that,
 it looks again and again. A test that is skipped says why.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -40,20 +40,45 @@ def calls(root: ast.AST) -> Iterator[tuple[str, ast.Call]]:
                 yield node.func.id, node
 
 
-def says_what_must_be_true(test: ast.AST) -> bool:
-    return any(isinstance(node, ast.Assert) for node in ast.walk(test)) or any(
-        CHECKS.match(name) for name, _ in calls(test)
-    )
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+@cache
+def helpers() -> dict[str, list[Function]]:
+    """The functions under tests/ whose names say that they check."""
+    found: dict[str, list[Function]] = {}
+    for tree in trees().values():
+        for function in functions(tree):
+            if CHECKS.match(function.name):
+                found.setdefault(function.name, []).append(function)
+    return found
+
+
+def says_what_must_be_true(function: Function, within: Sequence[Function] = ()) -> bool:
+    """Whether it asserts, or calls what does; a call of what is not defined under tests/ is taken
+    by its name. within: what it was called by."""
+    if any(isinstance(node, ast.Assert) for node in ast.walk(function)):
+        return True
+    within = [*within, function]
+    for name in (name for name, _ in calls(function) if CHECKS.match(name)):
+        known = helpers().get(name)
+        if known is None:
+            return True
+        if any(says_what_must_be_true(one, within) for one in known if one not in within):
+            return True
+    return False
 
 
 def test_every_test_says_what_must_be_true():
     silent = [
         f"tests/{source}:{node.lineno}: {node.name}"
         for source, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.name.startswith("test_")
-        and not says_what_must_be_true(node)
+        for node in functions(tree)
+        if node.name.startswith("test_") and not says_what_must_be_true(node)
     ]
     assert silent == []
 
