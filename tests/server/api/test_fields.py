@@ -57,7 +57,7 @@ def chat(**fields):
         ("stop", [5], "a string or a list"),
         ("stop", [""], "1 to"),
         ("stop_token_ids", [100], "between 0 and 99"),
-        ("stop_token_ids", 5, "a list of token ids"),
+        ("stop_token_ids", 5, "a list of at most 1024 token ids"),
         ("logit_bias", [1], "an object"),
         ("logit_bias", {"100": 1}, "between 0 and 99"),
         ("logit_bias", {"x": 1}, "between 0 and 99"),
