@@ -27,19 +27,18 @@ class LatentAttention:
     """See the module's docstring.
 
     Args:
-        heads, plain_dim, rotary_dim, value_dim: of the heads; latent: L.
+        heads, plain_dim, rotary_dim: of the heads; latent: L.
         q_a: linear, H -> Q, and its norm [Q]; None: the queries are not compressed.
         q_b: linear, Q (or H) -> heads of (plain | rotary).
         kv_a: linear, H -> (latent | rotary). kv_norm: of the latent [L].
-        k_up: [heads, plain_dim, L]. v_up: [heads, value_dim, L].
-        o: linear, heads of value_dim -> H.
+        k_up: [heads, plain_dim, L]. v_up: [heads, V, L], V the dim of a value.
+        o: linear, heads of V -> H.
         rope: see `Attention`.
     """
 
     heads: int
     plain_dim: int
     rotary_dim: int
-    value_dim: int
     latent: int
     q_a: Weight | None
     q_norm: Norm | None

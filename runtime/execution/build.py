@@ -24,6 +24,7 @@ from runtime.execution.weights import WeightLoader
 from runtime.models.decoder import Decoder
 from runtime.models.family import rope_tables
 from runtime.models.registry import read_family
+from runtime.scheduling.page_allocator import pages_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,7 +203,7 @@ _TABLE_ENTRY_BYTES = 4
 def _check_memory(sizes: RunnerSizes, device: Device, model: DecoderModel) -> None:
     """Raises: ConfigError: pool and block table could not be had even from an empty device."""
     kv = sizes.total_tokens * bytes_per_token(model, device.dtype)
-    table = sizes.rows * -(-sizes.context_length // sizes.page_size) * _TABLE_ENTRY_BYTES
+    table = sizes.rows * pages_for(sizes.context_length, sizes.page_size) * _TABLE_ENTRY_BYTES
     there = device.memory_bytes()
     if kv + table > there:
         raise ConfigError(

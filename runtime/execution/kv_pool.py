@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from runtime.scheduling.page_allocator import pages_for
+
 if TYPE_CHECKING:
     from ops.decoder import DecoderModel
     from runtime.execution.long_prompt_rows import LongPromptRows
@@ -63,7 +65,7 @@ class BlockTable:
     ) -> None:
         """rows: usable ones; the table has one more."""
         self.page_size = page_size
-        width = -(-context_length // page_size)
+        width = pages_for(context_length, page_size)
         self.pages = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
 
     def write(self, rows: Tensor, indices: Tensor, pages: Tensor) -> None:

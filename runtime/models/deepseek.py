@@ -111,7 +111,6 @@ def latent_attention(config: dict[str, Any], *, interleaved: bool) -> LatentAtte
         heads=heads,
         plain_dim=plain,
         rotary_dim=rotary,
-        value_dim=value,
         latent=latent,
         q_a=Linear(("self_attn.q_a_proj",), (query,), hidden, bias) if query else None,
         q_norm=Norm(Vector("self_attn.q_a_layernorm", query), _EPS) if query else None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from runtime.scheduling.accounting import Reason
 from runtime.scheduling.chunk_sizer import ChunkLoad, ChunkSize, make_chunk_sizer
 from runtime.scheduling.kv_memory import match_limit
+from runtime.scheduling.page_allocator import whole_pages
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
 from runtime.scheduling.prefill_delayer import PrefillDelayer
 from runtime.scheduling.radix_tree import TOKEN_BYTES
@@ -337,7 +338,7 @@ class PendingPrefixes:
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
         # What is shared is worth a pass only from that many tokens on, and comes in pages.
-        self._gain = -(-WORTH_WAITING_TOKENS // memory.page_size) * memory.page_size
+        self._gain = whole_pages(WORTH_WAITING_TOKENS, memory.page_size)
         self._heads: set[tuple[Node | str, bytes]] = set()
         self.left = 0
 

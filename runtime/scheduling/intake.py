@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
 from runtime.request import Finish, FinishReason, RequestRecord
+from runtime.scheduling.page_allocator import whole_pages
 from runtime.scheduling.prefill_adder import kv_need
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def resolve_max_new_tokens(request: Request, config: SchedulerConfig) -> int:
     if given is not None and given < 1:
         raise InvalidRequest(f"max_tokens is {given}; it must be at least 1.", param="max_tokens")
     wanted = 1 if given is None else given
-    rounded = -(-inputs // page_size) * page_size
+    rounded = whole_pages(inputs, page_size)
     if inputs + wanted > context_length:
         raise ContextTooLong(
             f"This model's maximum context length is {context_length} tokens. The request has"
@@ -57,7 +58,7 @@ def resolve_max_new_tokens(request: Request, config: SchedulerConfig) -> int:
 def room_for_output(inputs: int, config: SchedulerConfig) -> int:
     """Output tokens that context and pool leave after so many inputs; below 1: it does not fit."""
     page_size = config.page_size
-    rounded = -(-inputs // page_size) * page_size
+    rounded = whole_pages(inputs, page_size)
     spare = config.usable_tokens - kv_need(rounded, 0, page_size) - 1
     return min(config.context_length - inputs, spare)
 

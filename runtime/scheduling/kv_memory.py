@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
 from runtime.scheduling.cache_events import ROOT, CacheEvents
-from runtime.scheduling.page_allocator import PageAllocator
+from runtime.scheduling.page_allocator import PageAllocator, pages_for
 from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache
 from runtime.scheduling.radix_tree import TOKEN_BYTES, Place
 
@@ -62,7 +62,8 @@ class KVMemory:
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
         self.insertions: list[Insertion] = []  # of steps not committed, oldest first
         self.events: CacheEvents | None = None
-        longest = min(self.allocator.num_pages, -(-config.context_length // config.page_size) + 1)
+        most = pages_for(config.context_length, config.page_size) + 1
+        longest = min(self.allocator.num_pages, most)
         self._indices = array("i", range(longest))
 
     @property
@@ -144,7 +145,7 @@ class KVMemory:
     def grow(self, request: Request, tokens: int) -> None:
         """Makes room for `tokens` more tokens and counts them as launched."""
         request.length += tokens
-        missing = -(-request.length // self.page_size) - len(request.pages)
+        missing = pages_for(request.length, self.page_size) - len(request.pages)
         if missing > 0:
             request.pages.extend(self.allocate(missing))
         if request.scheduling.synced_pages < len(request.pages):
@@ -240,7 +241,7 @@ class KVMemory:
         request.length = length
         if self.is_lost(request):
             return
-        needed = -(-length // self.page_size)
+        needed = pages_for(length, self.page_size)
         self.allocator.free(request.pages[needed:])
         del request.pages[needed:]
         self.out_of_date(request, needed)

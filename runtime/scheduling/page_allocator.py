@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // page_size)
+
+
+def whole_pages(tokens: int, page_size: int) -> int:
+    """Tokens, rounded up to whole pages."""
+    return -(-tokens // page_size) * page_size
+
+
 class PageAllocator:
     """Hands out pages, last in first out.
 

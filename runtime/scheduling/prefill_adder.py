@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from runtime.scheduling.accounting import Reason
+from runtime.scheduling.page_allocator import whole_pages
 from runtime.scheduling.schedule_batch import Admitted
 
 if TYPE_CHECKING:
@@ -305,7 +306,7 @@ class PrefillAdder:
         return verdict
 
     def _ceil(self, tokens: int) -> int:
-        return -(-tokens // self._page) * self._page
+        return whole_pages(tokens, self._page)
 
 
 def _prefill_budgets(

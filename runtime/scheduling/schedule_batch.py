@@ -1,6 +1,6 @@
 """ScheduleBatch: what one step computes, as ints; and how it is made of what a pass decided.
 
-Made whole within `Scheduler.plan`, never changed afterwards.
+Made whole by `book_batch`, never changed afterwards.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ScheduleBatch:
     table_indices: array[int] = field(default_factory=ints)
     table_pages: array[int] = field(default_factory=ints)
     retry: bool = False
-    restore: list[Request] = field(default_factory=list)
+    restore: Sequence[Request] = ()
 
     @property
     def num_decode(self) -> int:
@@ -104,15 +104,26 @@ class ScheduleBatch:
         return "mixed" if self.num_decode else "prefill"
 
 
-def build_batch(
-    step: int, admitted: Sequence[Admitted], running: Sequence[Request], memory: KVMemory
+def book_batch(
+    step: int,
+    admitted: Sequence[Admitted],
+    running: Sequence[Request],
+    memory: KVMemory,
+    *,
+    retry: bool = False,
+    restore: Sequence[Request] = (),
 ) -> ScheduleBatch:
-    """The step with these prefill rows, then one decode row per running request.
+    """Books the step with these prefill rows, then one decode row per running request, and returns
+    it.
 
-    Rows, pages and lengths of the requests are theirs from here on. What a complete prompt
-    computed is put into the cache at once: later steps run after this one on the device.
+    The requests get their rows and pages, and their lengths, counts and states move on. A prompt
+    that the step completes is put into the cache at once: later steps run after this one on the
+    device.
+
+    Args:
+        retry, restore: see `ScheduleBatch`.
     """
-    batch = ScheduleBatch(step, num_prefill=len(admitted))
+    batch = ScheduleBatch(step, len(admitted), retry=retry, restore=restore)
     for item in admitted:
         _add_prefill_row(batch, item, memory)
     _add_decode_rows(batch, running, memory)

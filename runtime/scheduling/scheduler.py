@@ -32,7 +32,7 @@ from runtime.scheduling.invariants import IdleRecount, check_books
 from runtime.scheduling.kv_memory import KVMemory
 from runtime.scheduling.lifecycle import Lifecycle
 from runtime.scheduling.retraction import NewTokenRatio, choose_victims, next_tokens_fit
-from runtime.scheduling.schedule_batch import build_batch
+from runtime.scheduling.schedule_batch import book_batch
 from runtime.scheduling.statistics import debug_record, take_statistics
 from runtime.scheduling.step_results import StepRetries, apply_results
 
@@ -191,9 +191,7 @@ class Scheduler:
         if part is None:
             return False
         prefills, decodes = part
-        plan.batch = build_batch(self._next_step, prefills, decodes, self._memory)
-        plan.batch.retry = True
-        self._launched(plan.batch, prefills)
+        plan.batch = self._book(prefills, decodes, retry=True)
         return True
 
     def _decide(self, plan: Plan, now: float) -> None:
@@ -218,17 +216,22 @@ class Scheduler:
             decoding = life.running
         if not admitted and not decoding:
             return
-        plan.batch = build_batch(self._next_step, admitted, decoding, self._memory)
-        self._launched(plan.batch, admitted)
+        plan.batch = self._book(admitted, decoding)
         if decoding and not retracted:
             self._ratio.decay()
 
-    def _launched(self, batch: ScheduleBatch, prefills: Sequence[Admitted]) -> None:
-        """Books a step that will be launched."""
+    def _book(
+        self, prefills: Sequence[Admitted], decodes: Sequence[Request], *, retry: bool = False
+    ) -> ScheduleBatch:
+        """Makes the step that will be launched, in all books."""
+        restore = self._retries.take_touched(prefills, decodes)
+        batch = book_batch(
+            self._next_step, prefills, decodes, self._memory, retry=retry, restore=restore
+        )
         self._next_step += 1
-        self._retries.note_restored(batch)
         self.counters.count_step(batch)
         self._life.launched(batch, prefills)
+        return batch
 
     def _nothing_to_launch(self, plan: Plan) -> None:
         life = self._life

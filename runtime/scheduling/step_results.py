@@ -121,12 +121,17 @@ class StepRetries:
                 return prefills, decodes
         return None
 
-    def note_restored(self, batch: ScheduleBatch) -> None:
-        """Names in a step that is about to be launched whose rows must be restored before."""
-        if self._touched:
-            batch.restore = [request for request in batch.requests if request in self._touched]
-            self._touched.difference_update(batch.restore)
-            self._touched = {r for r in self._touched if r.finish is None and r.row >= 0}
+    def take_touched(
+        self, prefills: Sequence[Admitted], decodes: Sequence[Request]
+    ) -> list[Request]:
+        """Those of the next step's requests that the device must restore before it."""
+        if not self._touched:
+            return []
+        requests = [*(item.request for item in prefills), *decodes]
+        restore = [request for request in requests if request in self._touched]
+        self._touched.difference_update(restore)
+        self._touched = {r for r in self._touched if r.finish is None and r.row >= 0}
+        return restore
 
 
 def _goes_on(request: Request) -> bool:

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from runtime.scheduling.least_squares import solve_nonnegative
+
 FORGETTING = 0.995  # per step with prefill tokens
 DECODE_WEIGHT = 0.1  # of a step without any: they are many, and say nothing of x
 RIDGE = 1e-6
@@ -113,46 +115,11 @@ class StepTimeModel:
         self._stale = True
 
     def _fit(self) -> Coefficients:
-        """Least squares without negative coefficients: a term that comes out negative is left out,
-        the most negative first, and the others are fitted again."""
-        active = list(range(len(_SCALES)))
-        while True:
-            found = self._solve(active)
-            worst = min(active, key=lambda i: found[i])
-            if found[worst] >= 0 or len(active) == 1:
-                break
-            active.remove(worst)
-        return Coefficients(*(max(v, 0.0) * s for v, s in zip(found, _SCALES, strict=True)))
-
-    def _solve(self, active: list[int]) -> list[float]:
-        """The normal equations over the active terms, zeros for the others."""
-        rows = [
-            [self._gram[i][j] + (RIDGE if i == j else 0.0) for j in active] + [self._moment[i]]
-            for i in active
-        ]
-        solution = solve(rows)
-        found = [0.0] * len(_SCALES)
-        for i, value in zip(active, solution, strict=True):
-            found[i] = value
-        return found
-
-
-def solve(rows: list[list[float]]) -> list[float]:
-    """Solves the linear equations [A | b] by elimination with pivoting; changes `rows`."""
-    size = len(rows)
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        head = rows[column]
-        for row in rows[column + 1 :]:
-            factor = row[column] / head[column]
-            for k in range(column, size + 1):
-                row[k] -= factor * head[k]
-    solution = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(rows[i][k] * solution[k] for k in range(i + 1, size))
-        solution[i] = (rows[i][size] - known) / rows[i][i]
-    return solution
+        gram = [row[:] for row in self._gram]
+        for i, row in enumerate(gram):
+            row[i] += RIDGE
+        found = solve_nonnegative(gram, self._moment)
+        return Coefficients(*(value * scale for value, scale in zip(found, _SCALES, strict=True)))
 
 
 def quantile(values: deque[float] | list[float], share: float) -> float:

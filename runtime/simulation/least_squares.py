@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.scheduling.step_time_model import solve
+from runtime.scheduling.least_squares import solve_nonnegative
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,22 +35,8 @@ def fit_nonnegative(
                 right[i] += wx * value
                 for j in range(count):
                     gram[i][j] += wx * scaled[j]
-    active = [i for i in range(count) if gram[i][i] > 0.0]
-    while active:
-        solution = _solve_active(gram, right, active)
-        worst = min(range(len(active)), key=lambda k: solution[k])
-        if solution[worst] >= 0.0:
-            coefficients = [0.0] * count
-            for i, c in zip(active, solution, strict=True):
-                coefficients[i] = c / scales[i]
-            return coefficients
-        del active[worst]
-    return [0.0] * count
-
-
-def _solve_active(gram: list[list[float]], right: list[float], active: list[int]) -> list[float]:
-    """The normal equations of the active features. A ridge of 1e-10 of each diagonal entry makes
-    features that the data cannot tell apart share their effect rather than fail."""
-    return solve(
-        [[*(gram[i][j] * (1 + 1e-10 * (i == j)) for j in active), right[i]] for i in active]
-    )
+    for i in range(count):
+        # Makes features that the data cannot tell apart share their effect rather than fail.
+        gram[i][i] *= 1 + 1e-10
+    found = solve_nonnegative(gram, right)
+    return [value / scale for value, scale in zip(found, scales, strict=True)]

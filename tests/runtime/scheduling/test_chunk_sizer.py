@@ -18,8 +18,9 @@ from runtime.scheduling.chunk_sizer import (
     make_chunk_sizer,
     predict_next_chunk_size,
 )
+from runtime.scheduling.least_squares import solve
 from runtime.scheduling.schedule_batch import ScheduleBatch
-from runtime.scheduling.step_time_model import StepShape, StepTimeModel, quantile, solve
+from runtime.scheduling.step_time_model import StepShape, StepTimeModel, quantile
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
 PAGE = 16
