@@ -219,6 +219,7 @@ def test_fresh_interpreter_stays_free_of(prefixes, absent):
     assert run_python(code) == ""
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_first():
     """An import cycle shows only in the module that is imported first, so each gets its turn;
     what is not the project's own stays loaded, or this would take a minute."""
