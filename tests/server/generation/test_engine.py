@@ -148,6 +148,14 @@ async def test_a_dead_engine_answers_503_everywhere_at_once():
             server.service.engine.submit([], ChoiceRules())
 
 
+async def test_who_comes_after_the_end_is_told_so_at_once():
+    async with asyncio.timeout(10), fake_server() as server:
+        await server.service.engine.stop()
+        status, answer = await server.post("/v1/completions", {"prompt": "c"})
+        assert (status, answer["error"]["code"]) == (503, "engine_dead")
+        assert live(server.service) == 0
+
+
 @pytest.mark.parametrize("disable_overlap", [False, True], ids=["overlap", "no-overlap"])
 async def test_overlap_gives_the_same_tokens_and_launches_ahead(disable_overlap):
     async with fake_server(disable_overlap=disable_overlap) as server:
