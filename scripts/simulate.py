@@ -159,9 +159,7 @@ def plot(path: Path, results: dict[str, SimulationResult]) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError(
-            f"--plot needs matplotlib (pip install 'loomserve[plot]'): {error}"
-        ) from error
+        raise ConfigError(f"--plot needs matplotlib (pip install -e '.[plot]'): {error}") from error
     mpl.use("Agg")
     from matplotlib import pyplot
 

@@ -80,20 +80,26 @@ def set_up_logging(config: ServerConfig) -> None:
 
 
 def announce(url: str, service: Service) -> None:
-    """The ready line, and a command to try it with."""
-    body: dict[str, Any] = {"model": service.limits.model, "stream": True, "temperature": 0}
-    if service.tokenizer.chat_template is not None:
+    """The ready line of a server."""
+    chat = service.tokenizer.chat_template is not None
+    tell_ready("loomserve", url, service.limits.model, service.config, chat=chat)
+
+
+def tell_ready(who: str, url: str, model: str, config: ServerConfig, *, chat: bool) -> None:
+    """A ready line, and a command to try it with."""
+    body: dict[str, Any] = {"model": model, "stream": True, "temperature": 0}
+    if chat:
         path = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
     else:
         path = "/v1/completions"
         body |= {"prompt": "The capital of France is", "max_tokens": 32}
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if service.config.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
     how = " -k" if url.startswith("https") else ""
-    uds = service.config.uds
+    uds = config.uds
     if uds is not None:
         how += f" --unix-socket {shlex.quote(uds)}"
-    print(f"loomserve is ready on {uds or url} with model {service.limits.model}. Try:\n")
+    print(f"{who} is ready on {uds or url} with model {model}. Try:\n")
     print(
         f"  curl -N{how} {url}{path}{key} -H 'Content-Type: application/json'"
         f" -d '{json.dumps(body)}'\n",

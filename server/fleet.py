@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import json
 import math
 import os
 import shutil
@@ -27,7 +28,8 @@ import aiohttp
 
 from runtime.errors import ConfigError
 from server.args import parse_args
-from server.console import progress
+from server.console import progress, tell_ready
+from server.http.sockets import listen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,10 +70,13 @@ class FleetConfig:
 
     def replica_command(self, number: int) -> list[str]:
         words = ["--host", "127.0.0.1", "--port", str(self.server.port + 1 + number)]
-        if not self.devices and not self.server.runner.cpu_threads:
+        if self.devices:
+            words += ["--device", "cuda"]  # which refuses where there is none, as auto would not
+        elif not self.server.runner.cpu_threads:
             cores = len(os.sched_getaffinity(0))
             words += ["--cpu-threads", str(max(1, cores // self.replicas))]
-        return [sys.executable, "-m", "server", *self.words, *words]
+        # -P: a folder of this name where the fleet was started is not meant.
+        return [sys.executable, "-P", "-m", "server", *self.words, *words]
 
     def replica_environment(self, number: int) -> dict[str, str]:
         if not self.devices:
@@ -98,7 +103,7 @@ def _router_program() -> str:
     beside = Path(sys.executable).with_name(ROUTER)
     found = shutil.which(ROUTER) or (str(beside) if beside.exists() else None)
     if found is None:
-        raise ConfigError(f"{ROUTER} is not installed; pip install 'loomserve[fleet]'")
+        raise ConfigError(f"{ROUTER} is not installed; pip install -e '.[fleet]'")
     return found
 
 
@@ -122,15 +127,17 @@ def parse_fleet(argv: Sequence[str], prog: str = "loomserve fleet") -> FleetConf
     )
     given, words = parser.parse_known_args(words)
     server = parse_args(words, prog)
+    devices = tuple(filter(None, given.devices.split(",")))
     try:
-        _check(given.replicas, server)
+        _check(given.replicas, devices, server)
     except ConfigError as error:
         parser.exit(2, f"{prog}: error: {error}\n")
-    devices = tuple(filter(None, given.devices.split(",")))
     return FleetConfig(given.replicas, devices, server, tuple(words), router_words)
 
 
-def _check(replicas: int, server: ServerConfig) -> None:
+def _check(replicas: int, devices: tuple[str, ...], server: ServerConfig) -> None:
+    if devices and server.runner.device == "cpu":
+        raise ConfigError("devices: they are GPUs, but the device is cpu")
     if replicas < 1:
         raise ConfigError(f"replicas: got {replicas}, must be at least 1")
     last = server.port + 1 + replicas
@@ -141,6 +148,16 @@ def _check(replicas: int, server: ServerConfig) -> None:
     for name in ("uds", "ssl_certfile", "record", "kv_events"):
         if getattr(server, name) is not None:
             raise ConfigError(f"{name}: the replicas of a fleet cannot share it")
+
+
+def _check_ports(config: FleetConfig) -> None:
+    """Raises: ConfigError: one that the fleet takes is somebody else's."""
+    port, behind = config.server.port, config.replicas + 1
+    for one in range(port, port + 1 + behind):
+        # The router's metrics are for everybody, as its own option has it.
+        host = "0.0.0.0" if one == port + behind else "127.0.0.1"
+        for taken in listen(config.server.host if one == port else host, one):
+            taken.close()
 
 
 _LIBRARY = ctypes.CDLL(None)
@@ -155,6 +172,8 @@ def _end_with_parent() -> None:
 class Member:
     """A process of the fleet. It has a group of its own, so that Ctrl-C reaches the fleet alone."""
 
+    stdout: int | None = None  # the fleet's own
+
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
         self.name = name
         self.process: asyncio.subprocess.Process | None = None
@@ -167,6 +186,7 @@ class Member:
         self.process = await asyncio.create_subprocess_exec(
             *self._command,
             env=self._environment,
+            stdout=self.stdout,
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
@@ -195,6 +215,8 @@ class Member:
 class Replica(Member):
     """A server. `ready` is set while it takes requests and the router knows it."""
 
+    stdout = asyncio.subprocess.DEVNULL  # its ready line names an address that is not for clients
+
     def __init__(self, config: FleetConfig, number: int) -> None:
         command, environment = config.replica_command(number), config.replica_environment(number)
         super().__init__(f"replica {number}", command, environment)
@@ -211,27 +233,40 @@ class Fleet:
         self.router = Member("the router", config.router_command(), dict(os.environ))
         self._stop = asyncio.Event()
         self._status = 0
+        self._model: dict[str, Any] = {}  # as the replicas describe it
         self._client: aiohttp.ClientSession
         self._rolling: asyncio.Task[None] | None = None
         self._patience_s = config.server.drain_timeout + KILL_SECONDS
 
     async def run(self) -> int:
-        """Returns the exit status: 0 after a drain, that of a replica that could not start."""
+        """Returns the exit status: 0 after a drain, that of a replica or router that could not
+        start.
+
+        Raises: ConfigError: what answers on the router's port is no router.
+        """
         self._on_signals()
         timeout = aiohttp.ClientTimeout(total=10)
         async with aiohttp.ClientSession(timeout=timeout) as self._client:
             lead = asyncio.create_task(self._lead())
-            lead.add_done_callback(lambda _: self._stop.set())  # it ends by a fault alone
+            lead.add_done_callback(self._stop_at_fault)
             await self._stop.wait()
-            for task in filter(None, (lead, self._rolling)):
+            tasks = [task for task in (lead, self._rolling) if task is not None]
+            for task in tasks:
                 task.cancel()
-            (fault,) = await asyncio.gather(lead, return_exceptions=True)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
             # The router first: it takes nothing new, and what runs ends through it.
             await self.router.end(self._patience_s)
             await asyncio.gather(*(one.end(self._patience_s) for one in self.replicas))
-        if isinstance(fault, Exception):
-            raise fault
+        for fault in ends:
+            while isinstance(fault, ExceptionGroup):
+                fault = fault.exceptions[0]
+            if isinstance(fault, Exception):
+                raise fault
         return self._status
+
+    def _stop_at_fault(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._stop.set()
 
     def _on_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -288,7 +323,7 @@ class Fleet:
         """Returns when it takes requests and the router knows, or when it has ended."""
         assert replica.process is not None
         while replica.process.returncode is None:
-            if await self._answers(replica.url + "/ready"):
+            if await self._answers(replica.url + "/ready") and await self._describes(replica):
                 await self._register(replica)
                 replica.ready.set()
                 progress(f"{replica.name} takes requests at {replica.url}")
@@ -297,24 +332,37 @@ class Fleet:
 
     async def _keep_router(self) -> None:
         delay_s = FIRST_DELAY_S
+        was_ready = False
         while True:
             process = await self.router.start()
             while process.returncode is None and await self._known() is None:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_SECONDS)
             if process.returncode is None:
+                was_ready = True
                 there = [one for one in self.replicas if one.ready.is_set()]
                 await asyncio.gather(*(self._register(one) for one in there))
-                print(f"loomserve fleet is ready on {self.config.router_url}", flush=True)
+                self._announce()
             status = await process.wait()
+            if not was_ready:
+                progress(f"the router could not start: it ended with status {status}")
+                self._status = status or 1
+                self._stop.set()
+                return
             progress(f"the router ended with status {status}; again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LAST_DELAY_S)
+
+    def _announce(self) -> None:
+        model, chat = self._model["served_model_name"], self._model["capabilities"]["chat"]
+        server = self.config.server
+        tell_ready("loomserve fleet", self.config.router_url, model, server, chat=chat)
 
     # A rolling restart
 
     def _roll_once(self) -> None:
         if self._rolling is None or self._rolling.done():
             self._rolling = asyncio.create_task(self._roll())
+            self._rolling.add_done_callback(self._stop_at_fault)
 
     async def _roll(self) -> None:
         if len(self.replicas) < 2:
@@ -338,13 +386,33 @@ class Fleet:
                 return answer.status == 200
         return False
 
-    async def _known(self) -> dict[str, dict[str, Any]] | None:
-        """The workers that the router has, by their address; None: it does not answer."""
+    async def _describes(self, replica: Replica) -> bool:
+        """Whether it tells what it serves, which is kept."""
+        key = self.config.server.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         with suppress(aiohttp.ClientError, TimeoutError):
-            async with self._client.get(self.config.router_url + "/workers") as answer:
-                workers = (await answer.json())["workers"]
-                return {worker["url"]: worker for worker in workers}
-        return None
+            async with self._client.get(replica.url + "/model_info", headers=headers) as answer:
+                if answer.status == 200:
+                    self._model = await answer.json()
+                    return True
+        return False
+
+    async def _known(self) -> dict[str, dict[str, Any]] | None:
+        """The workers that the router has, by their address; None: it does not answer.
+
+        Raises: ConfigError: it answers otherwise than this router does.
+        """
+        url = self.config.router_url + "/workers"
+        try:
+            async with self._client.get(url) as answer:
+                text = await answer.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+        try:
+            return {worker["url"]: worker for worker in json.loads(text)["workers"]}
+        except (ValueError, KeyError, TypeError):
+            told = f"status {answer.status}, {text[:100]!r}"
+            raise ConfigError(f"{url} is not answered as by {ROUTER}: {told}") from None
 
     async def _register(self, replica: Replica) -> None:
         """Where there is no router yet it learns of the replica when it starts."""
@@ -373,7 +441,9 @@ class Fleet:
 def run_fleet(config: FleetConfig) -> int:
     """Runs the fleet until it is told to stop. Returns the exit status."""
     try:
-        return asyncio.run(Fleet(config).run())
+        fleet = Fleet(config)
+        _check_ports(config)
+        return asyncio.run(fleet.run())
     except ConfigError as error:
         print(f"loomserve: {error}", file=sys.stderr)
         return 2

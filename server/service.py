@@ -147,7 +147,7 @@ def _kv_events(config: ServerConfig, scheduler: Scheduler) -> KVEventPublisher |
         from server.generation.kv_events import KVEventPublisher
     except ImportError:
         raise ConfigError(
-            "kv_events: needs pyzmq and msgspec; pip install 'loomserve[kv-events]'"
+            "kv_events: needs pyzmq and msgspec; pip install -e '.[kv-events]'"
         ) from None
     watched = scheduler.watch_cache()
     return KVEventPublisher(

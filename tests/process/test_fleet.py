@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -192,6 +193,10 @@ def test_a_fleet_restarts_one_by_one_and_outlives_a_kill(options):
     url = f"http://127.0.0.1:{port}"
     alone = f"http://127.0.0.1:{port + 1}"  # the first replica, past the router
     with fleet(options, port) as process:
+        command = shlex.split(process.wait_for(r"^\s*curl "))
+        assert command[2].startswith(url)
+        assert json.loads(command[-1])["model"] == MODEL, "which the router needs"
+        assert process.output.count("curl ") == 1, "clients are not sent to a replica"
         with Load(url) as load:
             process.send(signal.SIGHUP)
             process.wait_for("all replicas were restarted")
