@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import ssl
 import sys
 import time
@@ -19,6 +18,7 @@ from server.loading import load
 from server.service import make_service
 from server.serving import serve
 from server.startup import answering_probes
+from server.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from server.config import ServerConfig
@@ -31,9 +31,7 @@ def run(config: ServerConfig) -> int:
     """Serves until told to stop. Returns the exit status: 0 after a drain, 2 if it cannot start
     with what it was told."""
     set_up_logging(config)
-    signal.signal(signal.SIGTERM, _leave_while_starting)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
-        signal.signal(signal.SIGHUP, _leave_while_starting)
+    signals = StopSignals()
     started = time.perf_counter()
     _allow_connections(config.max_connections)
     try:
@@ -41,9 +39,12 @@ def run(config: ServerConfig) -> int:
         context = tls_context(config)
         with answering_probes(sockets, context):
             service = make_service(config, load(config))
+            signals.check()
             service.tokenizer.prepare()
             service.model_format.prepare()
+        signals.hold()
     except LoomserveError as error:
+        signals.check()  # which may be what went wrong
         print(f"loomserve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -58,7 +59,8 @@ def run(config: ServerConfig) -> int:
     # Nor may one client's prompts take all the cores from those who compute.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        uvloop.run(serve(service, sockets, tls=context))
+        signals.check()
+        uvloop.run(serve(service, sockets, tls=context, signals=signals))
     finally:
         if config.uds:
             forget_path(config.uds)
@@ -72,10 +74,6 @@ def _allow_connections(most: int) -> None:
             f"max_connections {most}: this process may open {files} files (ulimit -n), so fewer"
             " connections can be served"
         )
-
-
-def _leave_while_starting(number: int, frame: object) -> None:
-    raise SystemExit(0)
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:

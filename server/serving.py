@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import ssl
 
     from server.service import Service
+    from server.stop_signals import StopSignals
 
 log = logging.getLogger("loomserve")
 
@@ -26,15 +27,21 @@ SHUTDOWN_SECONDS = 2.0
 
 
 async def serve(
-    service: Service, sockets: list[socket.socket], *, tls: ssl.SSLContext | None = None
+    service: Service,
+    sockets: list[socket.socket],
+    *,
+    signals: StopSignals,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Answers on the sockets until SIGTERM, SIGHUP or SIGINT, then drains and closes what it
-    served."""
+    served. Args: signals: those from before it has its own handlers."""
     service.engine.start()
     runner = app_runner(service, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     stop = asyncio.Event()
     _on_signals(stop)
+    if signals.received:
+        stop.set()
     listeners = await start_listening(service, runner, sockets, tls)
     announce(base_url(sockets, tls=tls is not None), service)
     await stop.wait()
@@ -58,19 +65,26 @@ def _on_signals(stop: asyncio.Event) -> None:
         progress("finishing what runs; press Ctrl-C again to stop at once")
         stop.set()
 
+    def terminated(name: str) -> None:
+        if not stop.is_set():
+            log.info("%s: finishing what runs, taking nothing new", name)
+        stop.set()
+
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, terminated, "SIGTERM")
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        loop.add_signal_handler(signal.SIGHUP, stop.set)
+        loop.add_signal_handler(signal.SIGHUP, terminated, "SIGHUP")
     loop.add_signal_handler(signal.SIGINT, interrupted)
 
 
 async def _drain(service: Service) -> None:
     """Takes nothing new and waits for what runs, as long as the option allows."""
     service.draining = True
-    end = time.monotonic() + service.config.drain_timeout
+    started = time.monotonic()
+    end = started + service.config.drain_timeout
     # Polled: every way in which a generation ends would have to notify.
     while service.generator.live and time.monotonic() < end:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     if service.generator.live:
         log.warning("cutting off %d requests after the drain", len(service.generator.live))
+    log.info("drained in %.1f s", time.monotonic() - started)

@@ -96,6 +96,8 @@ def test_the_end_lets_running_streams_finish_and_refuses_new_ones(options, numbe
             -1
         ] == "length"
         assert server.exit_status() == 0
+    told = re.findall(r"INFO loomserve: (\w+: finishing|drained)", server.output)
+    assert told == [f"{number.name}: finishing", "drained"]
 
 
 def test_drain_limit_cuts_requests_that_do_not_end(options):
