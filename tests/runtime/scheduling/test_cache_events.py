@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -71,16 +72,20 @@ def cached_prefixes(scheduler):
 
 
 def unwritten_prefixes(scheduler):
-    """Those whose last page a step in flight is to write."""
+    """Those whose last page a step in flight is to write: of each insertion what it added, from
+    what was cached already up to where the request's next insertion begins."""
     memory = scheduler._memory
-    for insertion in memory.insertions:
+    ends: dict[str, int] = {}
+    for insertion in reversed(memory.insertions):
         made = insertion.request
+        end = ends.get(made.request_id, made.scheduling.tree_tokens)
+        ends[made.request_id] = insertion.tree_tokens
         if memory.is_lost(made) or made.row < 0:
             continue
         known = insertion.tree_tokens + len(insertion.own) * memory.page_size
-        tokens = made.tokens_between(0, made.scheduling.tree_tokens)
-        for end in range(known + memory.page_size, len(tokens) + 1, memory.page_size):
-            yield (made.namespace, *tokens[:end])
+        tokens = made.tokens_between(0, end)
+        for cut in range(known + memory.page_size, end + 1, memory.page_size):
+            yield (made.namespace, *tokens[:cut])
 
 
 class TellingMachine(SchedulerMachine):
@@ -90,7 +95,8 @@ class TellingMachine(SchedulerMachine):
 
     @initialize(made=configs(), overlap=st.booleans(), guilty=st.sampled_from([0, 7]))
     def start(self, made, overlap, guilty):
-        super().start(made, overlap, guilty)
+        # Who is preempted for whom is the other machine's question.
+        super().start(replace(made, disable_priority_preemption=True), overlap, guilty)
         self.mirror = Mirror(self.scheduler)
 
     def check(self):
