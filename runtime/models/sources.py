@@ -7,6 +7,7 @@ Names are those below the layer ("self_attn.o_proj"), so layers that are alike s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,14 +46,14 @@ class WeightReader(Protocol):
         ...
 
 
-class Source:
+class Source(ABC):
     """Something to read from a checkpoint."""
 
     __slots__ = ()
 
+    @abstractmethod
     def load(self, reader: WeightReader) -> Any:
         """What stands in the loaded model. Raises: ModelError: see `WeightReader.take`."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
