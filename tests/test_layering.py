@@ -112,7 +112,17 @@ def test_server_imports_no_torch_and_reaches_execution_only_to_load():
 
 
 # The rooms of server/, from the ground up: a room may import those before it, and runtime.
-SERVER_ROOMS = ("http", "text", "grammars", "generation", "formats", "service", "api", "app")
+SERVER_ROOMS = (
+    "http",
+    "text",
+    "grammars",
+    "generation",
+    "formats",
+    "observability",
+    "service",
+    "api",
+    "app",
+)
 
 
 def test_rooms_of_server_import_downwards_only():

@@ -95,6 +95,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._reports = StepReports(scheduler, metrics)
         self.records = self._reports.records
+        self.watch_steps = self._reports.watch
 
     # For handlers
 

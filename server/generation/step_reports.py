@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from runtime.step_records import StepRecord, StepRecords
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from runtime.runner import LaunchedStep
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
@@ -71,6 +73,7 @@ class StepReports:
         self.records = StepRecords()
         self._scheduler = scheduler
         self._metrics = metrics
+        self._watchers: list[Callable[[StepRecord], None]] = []
         self._broken: str | None = None  # the last failed recount that was reported
         self._target_feasible = True  # as last reported
 
@@ -78,7 +81,29 @@ class StepReports:
         """A step was committed, or has failed."""
         self.records.append(record)
         self._metrics.step(record)
+        for watcher in tuple(self._watchers):
+            self._tell(watcher, record)
         self._watch_target()
+
+    def watch(self, watcher: Callable[[StepRecord], None]) -> Callable[[], None]:
+        """Calls `watcher` with every further record, on the event loop, in the step's own time: it
+        must be quick. One that raises is called no more, and serving goes on.
+
+        Returns: what ends it; may be called twice.
+        """
+        self._watchers.append(watcher)
+        return lambda: self._unwatch(watcher)
+
+    def _unwatch(self, watcher: Callable[[StepRecord], None]) -> None:
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
+    def _tell(self, watcher: Callable[[StepRecord], None], record: StepRecord) -> None:
+        try:
+            watcher(record)
+        except Exception:
+            log.exception("a watcher of the steps failed; it is told no more")
+            self._unwatch(watcher)
 
     def recounted(self) -> None:
         """The scheduler has recounted its books; says so where they are wrong."""

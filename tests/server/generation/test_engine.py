@@ -310,3 +310,25 @@ async def test_a_broken_recount_is_reported_and_serving_goes_on(caplog):
             text = await answer.text()
         assert 'loomserve:invariant_broken{model_name="fake"} 1.0' in text
         assert "one page too many" in caplog.text
+
+
+async def test_a_watcher_sees_every_step_and_one_that_raises_harms_nobody(caplog):
+    seen: list[object] = []
+
+    def broken(record):
+        raise RuntimeError("a watcher's own fault")
+
+    async with fake_server() as server:
+        engine = server.service.engine
+        end = engine.watch_steps(seen.append)
+        engine.watch_steps(broken)
+        assert (await stream(server, "Y"))[-1] == "[DONE]"
+        await server.wait_idle()
+        assert seen == list(engine.records)
+        assert caplog.text.count("a watcher of the steps failed") == 1
+        end()
+        end()
+        watched = len(seen)
+        await stream(server, "Y")
+        await server.wait_idle()
+        assert len(seen) == watched < len(engine.records)
