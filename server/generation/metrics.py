@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from runtime.request import Request
     from runtime.scheduling.statistics import SchedulerStatistics
-    from runtime.step_records import StepRecord
     from server.generation.output import ChoiceOutput, RequestStream
+    from server.generation.step_records import StepRecord
 
 LATENCY_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25),

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runtime.step_records import StepRecord, StepRecords
+from server.generation.step_records import StepRecord, StepRecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable

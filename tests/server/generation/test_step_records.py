@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.step_records import StepRecord, StepRecords
+from server.generation.step_records import StepRecord, StepRecords
 
 
 def record(step: int) -> StepRecord:
