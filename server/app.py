@@ -18,7 +18,6 @@ from server.api import (
     admin,
     chat,
     completions,
-    docs,
     generate,
     messages,
     models,
@@ -26,6 +25,7 @@ from server.api import (
     routing,
     tokens,
 )
+from server.api.docs import pages as docs
 from server.api.incoming import IGNORED, IGNORED_HEADER
 from server.api.messages_answer import anthropic_error
 from server.api.routing import LOAD_FORMAT_HEADER, LOAD_HEADER, load_header

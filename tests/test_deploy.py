@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from server.api.openapi import ROUTES
+from server.api.docs.openapi import ROUTES
 from server.args import OPTIONS, parse_args
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,9 +12,9 @@ from aiohttp import web
 from runtime.errors import EngineDead, InvalidRequest
 from runtime.request import SamplingParams
 from server.api.answers import new_id
-from server.api.fields import Body, served
+from server.api.fields.bodies import Body, served
+from server.api.fields.kinds import Boolean, Text
 from server.api.incoming import read_body
-from server.api.kinds import Boolean, Text
 from server.args import public_options
 from server.generation.exposition import render
 from server.generation.params import GenerationParams

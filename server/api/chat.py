@@ -12,10 +12,10 @@ from runtime.errors import InvalidRequest
 from server.api.answers import OpenAIAnswer, finish_name, usage_body
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
 from server.api.chat_plan import EFFORTS, Conversation, LastMessageFields, answer_chat
-from server.api.fields import ignored, refused, required, served
-from server.api.generation_fields import OpenAIFields
+from server.api.fields.bodies import ignored, refused, required, served
+from server.api.fields.generation import OpenAIFields
+from server.api.fields.kinds import MAX_LOGPROBS, Boolean, Choice, Integer
 from server.api.incoming import read_body
-from server.api.kinds import MAX_LOGPROBS, Boolean, Choice, Integer
 from server.api.logprobs import chat_logprobs
 from server.formats.events import CallArguments, CallStart, Reasoning, Text
 from server.http.sse import event

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.errors import wrong
-from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
-from server.api.kinds import Boolean, Checked, Choice, Either, Form, Items, JsonObject, Text
+from server.api.fields.bodies import Body, Record, Tagged, ignored, refused, required, served
+from server.api.fields.kinds import Boolean, Checked, Choice, Either, Form, Items, JsonObject, Text
 
 if TYPE_CHECKING:
     from server.generation.params import ApiLimits

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import InvalidRequest
 from server.api.answers import answer
-from server.api.fields import Body, refused, served
+from server.api.fields.bodies import Body, refused, served
+from server.api.fields.kinds import Boolean, Integer, JsonObject
 from server.api.incoming import beside
-from server.api.kinds import Boolean, Integer, JsonObject
 from server.formats.conversation import parse_messages
 from server.formats.thinking_budget import ThinkingLimit
 from server.formats.tools import parse_tools

@@ -10,10 +10,10 @@ from aiohttp import web
 
 from runtime.errors import InvalidRequest, wrong
 from server.api.answers import OpenAIAnswer, answer, finish_name, usage_body
-from server.api.fields import refused, required, served
-from server.api.generation_fields import OpenAIFields
+from server.api.fields.bodies import refused, required, served
+from server.api.fields.generation import OpenAIFields
+from server.api.fields.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, TokenIds
 from server.api.incoming import beside, read_body
-from server.api.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, TokenIds
 from server.api.logprobs import CompletionLogprobs, merge_completion_logprobs
 from server.http.sse import event
 from server.service import SERVICE
@@ -21,8 +21,8 @@ from server.service import SERVICE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from server.api.kinds import Reading
-    from server.api.schema_words import Schema
+    from server.api.fields.kinds import Reading
+    from server.api.fields.schema_words import Schema
     from server.generation.generator import Generation
     from server.generation.output import Delta
     from server.generation.params import ApiLimits, GenerationParams

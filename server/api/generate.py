@@ -11,18 +11,27 @@ from aiohttp import web
 from runtime.errors import wrong
 from server.api.answers import Answer, answer
 from server.api.completions import encode_prompts
-from server.api.fields import Record, ignored, refused, served
-from server.api.generation_fields import RequestFields, SamplingFields, generation_params
-from server.api.grammar_fields import GrammarFields
+from server.api.fields.bodies import Record, ignored, refused, served
+from server.api.fields.generation import RequestFields, SamplingFields, generation_params
+from server.api.fields.grammar import GrammarFields
+from server.api.fields.kinds import (
+    MAX_LOGPROBS,
+    MAX_N,
+    Boolean,
+    Integer,
+    Kind,
+    Text,
+    TokenIds,
+    resolved,
+)
 from server.api.incoming import read_body, read_value
-from server.api.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, Text, TokenIds, resolved
 from server.http.sse import DONE, event
 from server.service import SERVICE
 
 if TYPE_CHECKING:
     from runtime.request import Finish, TokenLogprobs
-    from server.api.kinds import Reading
-    from server.api.schema_words import Schema
+    from server.api.fields.kinds import Reading
+    from server.api.fields.schema_words import Schema
     from server.generation.generator import Generation
     from server.generation.output import Delta
     from server.generation.params import ApiLimits, GenerationParams

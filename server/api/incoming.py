@@ -12,8 +12,8 @@ import orjson
 from aiohttp import web
 
 from runtime.errors import InvalidRequest, shown
-from server.api.fields import Body
-from server.api.kinds import Reading
+from server.api.fields.bodies import Body
+from server.api.fields.kinds import Reading
 from server.service import SERVICE
 from server.text.json_bounds import (
     MAX_DEPTH,

@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, answer_chat, plan_chat
-from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
-from server.api.generation_fields import GeneratingBody
-from server.api.grammar_fields import SCHEMA
+from server.api.fields.bodies import Body, Record, Tagged, ignored, refused, required, served
+from server.api.fields.generation import GeneratingBody
+from server.api.fields.grammar import SCHEMA
+from server.api.fields.kinds import (
+    Boolean,
+    Choice,
+    Either,
+    Form,
+    Integer,
+    Items,
+    JsonObject,
+    Text,
+    Texts,
+)
 from server.api.incoming import read_body
-from server.api.kinds import Boolean, Choice, Either, Form, Integer, Items, JsonObject, Text, Texts
 from server.api.messages_answer import AnthropicAnswer
 from server.formats.thinking_budget import ThinkingLimit
 from server.generation.stop_rules import MAX_CHARACTERS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from server.api.generation_fields import check_model
+from server.api.fields.generation import check_model
 from server.service import SERVICE, json_response
 
 if TYPE_CHECKING:

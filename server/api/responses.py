@@ -10,16 +10,25 @@ from aiohttp import web
 from runtime.errors import wrong
 from server.api.chat_messages import ANY_TOOL, CONTENT, NAME
 from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, answer_chat
-from server.api.fields import Body, Record, Tagged, ignored, refused, required, served
-from server.api.generation_fields import GeneratingBody
-from server.api.grammar_fields import (
+from server.api.fields.bodies import Body, Record, Tagged, ignored, refused, required, served
+from server.api.fields.generation import GeneratingBody
+from server.api.fields.grammar import (
     SCHEMA,
     ObjectFormat,
     TextFormat,
     format_rules,
 )
+from server.api.fields.kinds import (
+    Boolean,
+    Checked,
+    Choice,
+    Either,
+    Integer,
+    Items,
+    JsonObject,
+    Text,
+)
 from server.api.incoming import read_body
-from server.api.kinds import Boolean, Checked, Choice, Either, Integer, Items, JsonObject, Text
 from server.api.responses_answer import ResponseAnswer
 from server.formats.thinking_budget import ThinkingLimit
 from server.grammars.output_rules import OutputRule

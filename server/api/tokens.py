@@ -12,10 +12,10 @@ from server.api.chat import ChatBody
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
 from server.api.chat_plan import Conversation, LastMessageFields, encode_conversation
 from server.api.completions import CompletionBody, encode_prompts
-from server.api.fields import required, served
-from server.api.generation_fields import ModelField
+from server.api.fields.bodies import required, served
+from server.api.fields.generation import ModelField
+from server.api.fields.kinds import Boolean, Text, TokenIds
 from server.api.incoming import beside, read_body
-from server.api.kinds import Boolean, Text, TokenIds
 from server.service import SERVICE, json_bytes, json_response
 
 if TYPE_CHECKING:

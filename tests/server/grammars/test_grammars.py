@@ -17,7 +17,7 @@ from jsonschema.validators import validator_for
 from tokenizers import decoders, models, normalizers
 
 from runtime.errors import InvalidRequest
-from server.api.grammar_fields import GrammarFields
+from server.api.fields.grammar import GrammarFields
 from server.api.incoming import read_value
 from server.formats.tool_families import TOOL_FAMILIES, answer_source, tool_family
 from server.formats.tools import parse_tools

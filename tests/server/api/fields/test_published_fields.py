@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server.api.openapi import ROUTES
+from server.api.docs.openapi import ROUTES
 from tests.fakes import fake_server
 
 # Of routes that take the same body, the first.

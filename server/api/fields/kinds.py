@@ -18,7 +18,7 @@ from runtime.errors import InvalidRequest, wrong
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from server.api.schema_words import Schema
+    from server.api.fields.schema_words import Schema
     from server.generation.params import ApiLimits
 
 T = TypeVar("T")

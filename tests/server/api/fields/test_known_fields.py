@@ -15,9 +15,9 @@ from openai.types.responses import response_create_params
 
 from server.api.chat import ChatBody
 from server.api.completions import CompletionBody
-from server.api.fields import Record, Served, Tagged
+from server.api.fields.bodies import Record, Served, Tagged
+from server.api.fields.kinds import Checked, Either, Items
 from server.api.generate import GenerateBody, NativeSampling
-from server.api.kinds import Checked, Either, Items
 from server.api.messages import CountTokensBody, MessageBody
 from server.api.responses import ResponseBody
 from server.generation.params import ApiLimits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.api.schema_words import (
+from server.api.fields.schema_words import (
     BOOLEAN,
     INTEGER,
     NUMBER,

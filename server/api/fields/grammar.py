@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.api.fields import Body, Record, Tagged, ignored, required, served
-from server.api.kinds import Boolean, Checked, Choice, Either, Items, JsonObject, Text
+from server.api.fields.bodies import Body, Record, Tagged, ignored, required, served
+from server.api.fields.kinds import Boolean, Checked, Choice, Either, Items, JsonObject, Text
 from server.grammars.output_rules import OutputRule
 from server.grammars.sources import MAX_CHOICES
 

@@ -7,7 +7,7 @@ stands with its body.
 
 from __future__ import annotations
 
-from server.api.fields import ignored, refused
+from server.api.fields.bodies import ignored, refused
 
 SAMPLING = (
     *refused(

@@ -26,14 +26,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
 from runtime.errors import InvalidRequest, shown, wrong
-from server.api.kinds import Kind, Limit, resolved
-from server.api.schema_words import maybe, ref
+from server.api.fields.kinds import Kind, Limit, resolved
+from server.api.fields.schema_words import maybe, ref
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from server.api.kinds import Reading
-    from server.api.schema_words import Schema
+    from server.api.fields.kinds import Reading
+    from server.api.fields.schema_words import Schema
     from server.generation.params import ApiLimits
 
 T = TypeVar("T")

@@ -17,11 +17,11 @@ from schemathesis.checks import CHECKS
 
 from server.api.chat import ChatBody
 from server.api.completions import CompletionBody
-from server.api.docs import docs_page
-from server.api.field_table import markdown
-from server.api.grammar_fields import GrammarFields
+from server.api.docs.field_table import markdown
+from server.api.docs.openapi import ROUTES, document
+from server.api.docs.pages import docs_page
+from server.api.fields.grammar import GrammarFields
 from server.api.messages import MessageBody
-from server.api.openapi import ROUTES, document
 from server.api.responses import ResponseBody
 from server.app import make_app
 from server.generation.params import ApiLimits
@@ -63,9 +63,9 @@ def test_docs_page_names_every_route_and_loads_nothing(sim):
 
 
 def test_the_table_of_docs_is_the_declarations_own():
-    written = Path(__file__).parents[3] / "docs" / "request-fields.md"
+    written = Path(__file__).parents[4] / "docs" / "request-fields.md"
     assert written.read_text(encoding="utf-8") == markdown(), (
-        "run: python -m server.api.field_table > docs/request-fields.md"
+        "run: python -m server.api.docs.field_table > docs/request-fields.md"
     )
 
 

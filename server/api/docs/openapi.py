@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from server.api.admin import AbortBody
-from server.api.answer_schemas import ANSWERS
 from server.api.chat import ChatBody
 from server.api.completions import CompletionBody
-from server.api.fields import inner_bodies, schema_of
+from server.api.docs.answer_schemas import ANSWERS
+from server.api.fields.bodies import inner_bodies, schema_of
+from server.api.fields.schema_words import ref
 from server.api.generate import GenerateBody
 from server.api.messages import CountTokensBody, MessageBody
 from server.api.responses import ResponseBody
-from server.api.schema_words import ref
 from server.api.tokens import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
-    from server.api.fields import Body
-    from server.api.schema_words import Schema
+    from server.api.fields.bodies import Body
+    from server.api.fields.schema_words import Schema
     from server.generation.params import ApiLimits
 
 

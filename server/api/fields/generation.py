@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import InvalidRequest, ModelNotFound, shown
 from runtime.request import SamplingParams
-from server.api.fields import Body, Record, ignored, refused, served
-from server.api.grammar_fields import GrammarFields
-from server.api.kinds import (
+from server.api.fields.bodies import Body, Record, ignored, refused, served
+from server.api.fields.grammar import GrammarFields
+from server.api.fields.kinds import (
     CONTEXT_LENGTH,
     MAX_N,
     Boolean,
@@ -22,7 +22,7 @@ from server.api.kinds import (
     Texts,
     TokenIds,
 )
-from server.api.unserved import ANSWER, PROMPT, SAMPLING, SERVING
+from server.api.fields.unserved import ANSWER, PROMPT, SAMPLING, SERVING
 from server.generation import stop_expressions, stop_rules
 from server.generation.params import GenerationParams
 from server.generation.stop_rules import compile_stops

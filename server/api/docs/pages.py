@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from server.api.field_table import rows_of
-from server.api.fields import inner_bodies
-from server.api.openapi import BODIES, DESCRIPTION, document
-from server.api.openapi import ROUTES as DESCRIBED
+from server.api.docs.field_table import rows_of
+from server.api.docs.openapi import BODIES, DESCRIPTION, document
+from server.api.docs.openapi import ROUTES as DESCRIBED
+from server.api.fields.bodies import inner_bodies
 from server.service import SERVICE, json_response
 from server.version import version
 
 if TYPE_CHECKING:
-    from server.api.fields import Body
-    from server.api.openapi import Route
+    from server.api.docs.openapi import Route
+    from server.api.fields.bodies import Body
     from server.generation.params import ApiLimits
 
 

@@ -1,6 +1,6 @@
 """The declared fields as rows of a table, for /docs and docs/request-fields.md.
 
-python -m server.api.field_table > docs/request-fields.md
+python -m server.api.docs.field_table > docs/request-fields.md
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from server.api.fields import REQUIRED, Body, Served, Unserved, inner_bodies
-from server.api.kinds import resolved
-from server.api.openapi import BODIES, ROUTES
+from server.api.docs.openapi import BODIES, ROUTES
+from server.api.fields.bodies import REQUIRED, Body, Served, Unserved, inner_bodies
+from server.api.fields.kinds import resolved
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -60,8 +60,8 @@ def _default(declared: Served[Any], limits: ApiLimits | None) -> str:
 INTRODUCTION = """\
 # Request fields
 
-Made by `python -m server.api.field_table` from the declarations in `server/api/`; a running server
-shows the same with its own bounds at `/docs` and, as data, at `/openapi.json`.
+Made by `python -m server.api.docs.field_table` from the declarations in `server/api/`; a running
+server shows the same with its own bounds at `/docs` and, as data, at `/openapi.json`.
 
 A field that is *refused* gets 400 with the reason, unless its value asks for nothing (null, false,
 an empty text, list or object, or what the server does anyway). One that is *ignored* changes
