@@ -44,6 +44,9 @@ def solve(rows: list[list[float]]) -> list[float]:
                 row[k] -= factor * head[k]
     solution = [0.0] * size
     for i in reversed(range(size)):
-        known = sum(rows[i][k] * solution[k] for k in range(i + 1, size))
+        known = 0.0
+        # Not `sum`, which rounds otherwise from Python 3.12 on: a trace replays on every version.
+        for k in range(i + 1, size):
+            known += rows[i][k] * solution[k]
         solution[i] = (rows[i][size] - known) / rows[i][i]
     return solution

@@ -94,7 +94,7 @@ def _fit_at(times: Sequence[StepTime], knee: int) -> tuple[float, CostModel]:
     weights = [1.0 / time.seconds**2 for time in times]
     step, token, pair, context, row = fit_nonnegative(features, [t.seconds for t in times], weights)
     model = CostModel(step, token, float(knee), pair, context, row)
-    error = sum((model.seconds(t.work) / t.seconds - 1.0) ** 2 for t in times)
+    error = math.fsum((model.seconds(t.work) / t.seconds - 1.0) ** 2 for t in times)
     return error, model
 
 
@@ -104,10 +104,10 @@ def _with_noise(model: CostModel, ratios: list[float]) -> CostModel:
     The tail's index is Hill's estimate over the outliers, as factors over the threshold."""
     body = [math.log(ratio) for ratio in ratios if ratio <= OUTLIER_RATIO]
     tail = [math.log(ratio / OUTLIER_RATIO) for ratio in ratios if ratio > OUTLIER_RATIO]
-    sigma = math.sqrt(sum(x * x for x in body) / len(body)) if body else 0.0
+    sigma = math.sqrt(math.fsum(x * x for x in body) / len(body)) if body else 0.0
     if not tail:
         return replace(model, sigma=sigma)
-    index = len(tail) / max(sum(tail), 1e-6)
+    index = len(tail) / max(math.fsum(tail), 1e-6)
     # The tail starts at a factor of 1, so the share beyond the threshold is what is left of it.
     share = len(tail) / len(ratios) * OUTLIER_RATIO**index
     return replace(model, sigma=sigma, tail_probability=min(share, 1.0), tail_index=index)

@@ -101,11 +101,12 @@ class StepTimer:
         """The time of the next step.
 
         The noise is centred on its median, as the measured times of a quiet machine are: the
-        mean lies above the model by the tail."""
+        mean lies above the model by the tail. Whole nanoseconds, so that the last bit of another
+        C library's `exp` makes no other run of it."""
         model, draw = self.model, self._random
         seconds = model.seconds(work)
         if model.sigma:
             seconds *= draw.lognormvariate(0.0, model.sigma)
         if model.tail_probability and draw.random() < model.tail_probability:
             seconds *= draw.paretovariate(model.tail_index)
-        return seconds
+        return round(seconds, 9)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-# Simulated token ids are 0 .. 65535; the one that ends a request lies beyond them.
-VOCAB_SIZE = 65536
-EOS_TOKEN_ID = VOCAB_SIZE
+# Ends a simulated request: a token id that no vocabulary reaches, since a recorded trace brings
+# the ids of its own.
+EOS_TOKEN_ID = 2**31 - 1
 
 Span = tuple[int, int]  # smallest and largest value, both included
 
@@ -102,7 +102,11 @@ class Workload:
 
     def _times(self) -> Iterator[float]:
         bursts = -(-self.requests // self.burst)
-        gaps = (self._random.expovariate(self.rate) if self.rate else 0.0 for _ in range(bursts))
+        # Whole nanoseconds: the last bit of a logarithm is the C library's own.
+        gaps = (
+            round(self._random.expovariate(self.rate), 9) if self.rate else 0.0
+            for _ in range(bursts)
+        )
         times = [time_s for time_s in accumulate(gaps) for _ in range(self.burst)]
         return iter(times[: self.requests])
 

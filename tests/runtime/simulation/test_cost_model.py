@@ -67,6 +67,14 @@ def test_noise_is_seeded_and_has_the_stated_spread_and_tail() -> None:
     assert beyond == pytest.approx(0.02 / 4, rel=0.25)
 
 
+def test_times_are_whole_nanoseconds() -> None:
+    model = CostModel(step_s=0.01, token_s=1e-4, sigma=0.05, tail_probability=0.5)
+    timer = StepTimer(model, seed=3)
+    times = [timer.seconds(StepWork(prefill_tokens=7)) for _ in range(50)]
+    assert all(seconds == round(seconds, 9) for seconds in times)
+    assert len(set(times)) > 40
+
+
 def test_fit_recovers_exact_parameters() -> None:
     times = [StepTime(shape, TRUE.seconds(shape)) for shape in random_shapes(400, seed=1)]
     fit = fit_cost_model(times)

@@ -141,6 +141,12 @@ def test_scripted_tokens_reach_the_cache() -> None:
     assert result.requests[1].cached_tokens == 64 + 31
 
 
+@pytest.mark.parametrize("token_id", [2, 65_536, 151_645, 262_143])
+def test_no_recorded_token_ends_a_request_before_its_time(token_id: int) -> None:
+    said = arrival(0.0, 64, 32, output_ids=array("i", [token_id] * 32))
+    assert simulate(tiny(), [said]).requests[0].tokens == 32
+
+
 def test_request_that_never_fits_is_refused_not_stuck() -> None:
     result = simulate(tiny(capacity_tokens=1024), [arrival(0.0, 2000, 4), arrival(0.1, 20, 4)])
     assert list(result.refused) == ["r0.0-2000"]
