@@ -24,9 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_module = argv is None and sys.argv[0].endswith("__main__.py")
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] == "fleet":
-        from server.fleet import parse_fleet, run_fleet
+        from server.fleet.options import parse_fleet
 
-        return run_fleet(parse_fleet(words[1:]))
+        fleet = parse_fleet(words[1:])
+        from server.fleet.supervisor import run_fleet
+
+        return run_fleet(fleet)
     if words and words[0] == "serve":
         config = parse_args(words[1:], "loomserve serve")
     elif as_module or (words and words[0] not in ("-h", "--help")):

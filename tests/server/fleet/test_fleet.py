@@ -11,8 +11,9 @@ import pytest
 from aiohttp import web
 
 from runtime.errors import ConfigError
-from server import fleet as fleet_module
-from server.fleet import Fleet, parse_fleet, run_fleet
+from server.fleet import options as fleet_options
+from server.fleet.options import parse_fleet
+from server.fleet.supervisor import Fleet, run_fleet
 
 
 def after(words, name):
@@ -77,7 +78,7 @@ def program(monkeypatch, tmp_path):
     path = tmp_path / "sglang-router"
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     path.chmod(0o755)
-    monkeypatch.setattr(fleet_module, "_router_program", lambda: str(path))
+    monkeypatch.setattr(fleet_options, "router_program", lambda: str(path))
     return path
 
 
@@ -108,7 +109,7 @@ def test_every_port_of_the_fleet_is_tried_before_it_starts(program, monkeypatch)
     async def run(_):
         return len(tried)
 
-    monkeypatch.setattr(fleet_module, "listen", listen)
+    monkeypatch.setattr(fleet_options, "listen", listen)
     monkeypatch.setattr(Fleet, "run", run)
     assert run_fleet(parse_fleet(["--port", "9000", "--host", "0.0.0.0"])) == 4
     replicas = [("127.0.0.1", 9001), ("127.0.0.1", 9002)]
