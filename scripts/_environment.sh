@@ -30,6 +30,17 @@ ensure_environment() {
     "$python" "$root/scripts/_environment.py" "$extras" "$wanted"
 }
 
+# What the tests of pages look through, where it can be had without asking anybody; they say what is
+# missing otherwise.
+ensure_browser() {
+    command -v chromium chromium-browser google-chrome >/dev/null && return
+    [[ $EUID == 0 ]] && command -v apt-get >/dev/null || return 0
+    echo "loomserve: installing chromium for the tests of pages" >&2
+    apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 ||
+        { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } >/dev/null ||
+        echo "loomserve: chromium could not be installed" >&2
+}
+
 # The comment at the head of the script that runs.
 usage() {
     sed -n '2,/^[^#]/ s/^# \{0,1\}//p' "$0"

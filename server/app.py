@@ -21,6 +21,7 @@ from server.api import (
     generate,
     messages,
     models,
+    page,
     responses,
     routing,
     tokens,
@@ -48,9 +49,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("loomserve.http")
 access = logging.getLogger("loomserve.access")
 
-PROTOCOLS = (chat, completions, responses, messages, generate, models, tokens, routing, admin, docs)
-# Probes and scrapers carry no key, and must be answered while the server drains.
-OPEN_PATHS = ("/health", "/live", "/ready", "/ping", "/metrics")
+PROTOCOLS = (
+    *(chat, completions, responses, messages, generate, models, tokens, routing, admin, docs),
+    page,
+)
+# Probes and scrapers carry no key, and must be answered while the server drains. The page's files
+# hold nothing of this server's.
+OPEN_PATHS = ("/health", "/live", "/ready", "/ping", "/metrics", "/")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CORS_HEADERS = {
     "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
@@ -177,7 +182,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     check_version(request)
     if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
         return web.Response(status=204)
-    if request.path not in OPEN_PATHS:
+    if request.path not in OPEN_PATHS and not request.path.startswith("/page/"):
         _check_key(request, service.config.api_key)
         if service.draining and request.method == "POST":
             raise Draining

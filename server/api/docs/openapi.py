@@ -90,6 +90,9 @@ ROUTES = (
     Route("GET", "/debug/requests", "Live requests and what each has waited for", "Requests"),
     Route("GET", "/debug/steps", "The newest steps", "Steps",
           parameters=(("last", "query", {"type": "integer", "minimum": 0, "maximum": 999999}),)),
+    Route("GET", "/", "A page with a chat and a live view of the steps", media="text/html"),
+    Route("GET", "/page/{name}", "A file of that page", media="text/javascript",
+          parameters=(("name", "path", _TEXT),)),
     Route("GET", "/openapi.json", "This description", media="application/json"),
     Route("GET", "/docs", "This description, to read", media="text/html"),
 )  # fmt: skip
