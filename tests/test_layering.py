@@ -122,6 +122,7 @@ SERVER_ROOMS = (
     "observability",
     "service",
     "api",
+    "middlewares",
     "app",
 )
 
