@@ -7,6 +7,7 @@ Options come from the user; what follows from them, the model and the device is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from runtime.errors import ConfigError
 from runtime.options import check_options, option
@@ -193,12 +194,11 @@ class RunnerConfig:
         " without it the embedded SmolLM2-135M-Instruct",
         metavar="PATH",
     )
-    cache_dir: str | None = option(
-        None,
+    cache_dir: str = option(
+        "~/.cache/loomserve",
         "folder for the embedded model and compiled kernels",
         metavar="FOLDER",
         variable="LOOMSERVE_CACHE",
-        otherwise="~/.cache/loomserve",
     )
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
@@ -247,3 +247,8 @@ class RunnerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    @property
+    def cache_folder(self) -> Path:
+        """`cache_dir` as a path; it need not be there yet."""
+        return Path(self.cache_dir).expanduser()

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from scripts._client import Answer, closed_loop, random_words, spread_ms, summarize
@@ -90,14 +91,7 @@ async def interfere(ask_: Ask, rng: random.Random, floors: Floors) -> Figures:
     late = [answer for answer in answers if answer.tag == "long" and answer.ok]
     begin = min((answer.start for answer in late), default=0.0)
     end = max((answer.times[0] for answer in late), default=0.0)
-    before, during = [], []
-    for answer in answers:
-        if answer.tag == "stream":
-            for start, stop in zip(answer.times, answer.times[1:], strict=False):
-                if stop <= begin:
-                    before.append(stop - start)
-                elif start <= end:
-                    during.append(stop - start)
+    before, during = _gaps([one for one in answers if one.tag == "stream"], begin, end)
     ttft = spread_ms([answer.ttft for answer in late])
     floor = 4 * floors.prefill(1500) * 1e3
     return figures | {
@@ -107,6 +101,18 @@ async def interfere(ask_: Ask, rng: random.Random, floors: Floors) -> Figures:
         "tokens_during": len(during),
         "floor_ratios": {"long_ttft_max": ratio(ttft["max"] if ttft else None, floor)},
     }
+
+
+def _gaps(streams: list[Answer], begin: float, end: float) -> tuple[list[float], list[float]]:
+    """Seconds between the tokens of streams: before `begin`, and from then until `end`."""
+    before, during = [], []
+    for answer in streams:
+        for start, stop in pairwise(answer.times):
+            if stop <= begin:
+                before.append(stop - start)
+            elif start <= end:
+                during.append(stop - start)
+    return before, during
 
 
 async def shared_prefix(ask_: Ask, rng: random.Random, floors: Floors) -> Figures:

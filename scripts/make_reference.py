@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.checkpoints.cache_folder import resolve_cache_dir  # noqa: E402
+from ops.cpu.build import default_cache_dir  # noqa: E402
 from runtime.checkpoints.embedded import ensure_embedded_model  # noqa: E402
 
 OUTPUT = ROOT / "tests" / "runtime" / "execution" / "greedy_reference.json"
@@ -75,7 +74,7 @@ def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    folder = ensure_embedded_model(resolve_cache_dir(None, os.environ), print)
+    folder = ensure_embedded_model(default_cache_dir(), print)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     cases = []
     for prompt in make_prompts(AutoTokenizer.from_pretrained(folder)):

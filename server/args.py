@@ -16,7 +16,6 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.config import RunnerConfig, SchedulerOptions
 from runtime.errors import ConfigError
 from runtime.options import LARGEST_INTEGER, Option, options_of
@@ -120,7 +119,6 @@ def make_config(values: Mapping[str, Any]) -> ServerConfig:
         {item.name: values[item.name] for item in options_of(record) if item.name in values}
         for record in (RunnerConfig, SchedulerOptions, ServerConfig)
     )
-    runner["cache_dir"] = str(resolve_cache_dir(runner.get("cache_dir"), {}))
     return ServerConfig(
         runner=RunnerConfig(**runner), scheduler=SchedulerOptions(**scheduler), **server
     )

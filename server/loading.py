@@ -36,7 +36,7 @@ def load(config: ServerConfig) -> Parts:
 
     with compiling_kernels(config.runner, progress) as kernels_done:
         path, name = _model(config)
-        folder = model_folder(path, Path(config.runner.cache_dir or ""), progress)
+        folder = model_folder(path, config.runner.cache_folder, progress)
         defaults = sampling_defaults(config.generation_config, folder)
         template = Path(config.chat_template) if config.chat_template is not None else None
         with ThreadPoolExecutor(1) as pool:
@@ -84,8 +84,7 @@ def _model(config: ServerConfig) -> tuple[Path, str]:
 
     model = config.runner.model
     if model is None:
-        assert config.runner.cache_dir is not None
-        return ensure_embedded_model(Path(config.runner.cache_dir), progress), EMBEDDED_NAME
+        return ensure_embedded_model(config.runner.cache_folder, progress), EMBEDDED_NAME
     name = hub_name(model)
     if name is not None:
         return fetch(model, progress), name

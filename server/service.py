@@ -20,6 +20,8 @@ from server.generation.params import ApiLimits, SamplingDefaults
 from server.http.connections import Connections
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from runtime.runner import Runner
     from runtime.scheduling.scheduler import Scheduler
     from server.config import ServerConfig
@@ -98,15 +100,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         overlap=not config.disable_overlap,
         kv_events=_kv_events(config, scheduler),
     )
-    limits = ApiLimits(
-        model=model,
-        aliases=tuple(aliases),
-        vocab_size=min(runner.info.vocab_size, tokenizer.vocab_size),
-        context_length=scheduler.config.context_length,
-        max_logprobs=config.max_logprobs,
-        max_n=config.max_n,
-        defaults=parts.defaults,
-    )
+    limits = _limits(config, parts, model, aliases)
     generator = Generator(
         engine,
         tokenizer,
@@ -114,11 +108,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         seed=config.runner.seed,
         request_timeout_s=config.request_timeout,
     )
-    connections = Connections(
-        most=config.max_connections,
-        header_timeout_s=config.header_timeout,
-        idle_timeout_s=config.idle_timeout,
-    )
+    connections = _connections(config)
     metrics.connections = lambda: len(connections)
     return Service(
         config=config,
@@ -127,16 +117,40 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         generator=generator,
         metrics=metrics,
         limits=limits,
-        model_format=ModelFormat(
-            tokenizer,
-            runner.info.vocab_size,
-            scheduler.config.eos_token_ids,
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-        ),
+        model_format=_model_format(config, parts),
         connections=connections,
         source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,
+    )
+
+
+def _limits(config: ServerConfig, parts: Parts, model: str, aliases: Sequence[str]) -> ApiLimits:
+    return ApiLimits(
+        model=model,
+        aliases=tuple(aliases),
+        vocab_size=min(parts.runner.info.vocab_size, parts.tokenizer.vocab_size),
+        context_length=parts.scheduler.config.context_length,
+        max_logprobs=config.max_logprobs,
+        max_n=config.max_n,
+        defaults=parts.defaults,
+    )
+
+
+def _connections(config: ServerConfig) -> Connections:
+    return Connections(
+        most=config.max_connections,
+        header_timeout_s=config.header_timeout,
+        idle_timeout_s=config.idle_timeout,
+    )
+
+
+def _model_format(config: ServerConfig, parts: Parts) -> ModelFormat:
+    return ModelFormat(
+        parts.tokenizer,
+        parts.runner.info.vocab_size,
+        parts.scheduler.config.eos_token_ids,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
 
 

@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-
-def resolve_cache_dir(option: str | None, environment: Mapping[str, str]) -> Path:
-    """The cache folder: the option, else $LOOMSERVE_CACHE, else ~/.cache/loomserve."""
-    named = option or environment.get("LOOMSERVE_CACHE") or "~/.cache/loomserve"
-    return Path(named).expanduser()
+    from collections.abc import Callable, Iterator
 
 
 def build_once(

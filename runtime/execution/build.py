@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.config import CPU_TOTAL_TOKENS, MAX_PREFILL_TOKENS
@@ -27,12 +25,14 @@ from runtime.models.registry import read_family
 from runtime.scheduling.page_allocator import pages_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ops.decoder import DecoderModel
     from runtime.checkpoints.checkpoint import Checkpoint
     from runtime.config import RunnerConfig
     from runtime.models.family import Family
+    from runtime.models.rope import RopeSpec
+    from runtime.rope_layout import RopeLayout
 
 _MIN_TOTAL_TOKENS = 1024  # a GPU with room for less is refused
 
@@ -81,7 +81,36 @@ def build_runner(
     rope_layout = family.rope_layout(context_length, max_prefill_tokens)
     device = open_device(config, _checkpoint_dtype(checkpoint), progress)
     progress(f"loading {path.name} on {device.description}")
-    loader = WeightLoader(
+    loader = _weight_loader(config, checkpoint, family, device, rope_layout, progress)
+    model = loader.load(tokenizer_size or family.model.vocab_size)
+    info = _model_info(checkpoint, context_length, tokenizer_eos_id, model.vocab_size)
+    sizes = RunnerSizes(
+        page_size=page_size,
+        total_tokens=_total_tokens(config, device, model, page_size),
+        rows=max_running_requests,
+        context_length=context_length,
+    )
+    _check_memory(sizes, device, model)
+    runner = ModelRunner(
+        device,
+        _make_decoder(model, device, path),
+        sizes,
+        eos_token_ids=info.eos_token_ids,
+        long_prompts=_long_prompt_rows(rope_layout, rope_tables(family, model), device),
+    )
+    _prepare(runner, config, progress)
+    return runner, info
+
+
+def _weight_loader(
+    config: RunnerConfig,
+    checkpoint: Checkpoint,
+    family: Family,
+    device: Device,
+    rope_layout: RopeLayout,
+    progress: Callable[[str], None],
+) -> WeightLoader:
+    return WeightLoader(
         family,
         checkpoint,
         device.ops,
@@ -91,39 +120,41 @@ def build_runner(
         quantization=config.quantization,
         progress=progress,
     )
-    model = loader.load(tokenizer_size or family.model.vocab_size)
+
+
+def _make_decoder(model: DecoderModel, device: Device, path: Path) -> Decoder:
+    """Raises: ModelError: it has a shape that the device's kernels do not have."""
     try:
-        decoder = Decoder(model, device.ops)
-    except ValueError as error:  # a shape that the device's kernels do not have
+        return Decoder(model, device.ops)
+    except ValueError as error:
         raise ModelError(f"{path} cannot run on {device.description}: {error}") from error
-    info = ModelInfo(
+
+
+def _long_prompt_rows(
+    layout: RopeLayout, tables: Sequence[tuple[RopeSpec, torch.Tensor]], device: Device
+) -> LongPromptRows | None:
+    if layout.long_prompts is None:
+        return None
+    return LongPromptRows(layout.long_prompts, layout, tables, device)
+
+
+def _prepare(runner: ModelRunner, config: RunnerConfig, progress: Callable[[str], None]) -> None:
+    """Does ahead of the first step what would hold it up."""
+    runner.graphs = _capture_graphs(runner, config, progress)
+    if runner.device.queued:
+        progress("compiling kernels")
+        warm_up(runner)
+
+
+def _model_info(
+    checkpoint: Checkpoint, context_length: int, tokenizer_eos_id: int | None, vocab_size: int
+) -> ModelInfo:
+    return ModelInfo(
         context_length=context_length,
-        eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, model.vocab_size),
+        eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, vocab_size),
         model_type=str(checkpoint.config["model_type"]),
         architectures=_architectures(checkpoint),
     )
-    sizes = RunnerSizes(
-        page_size=page_size,
-        total_tokens=_total_tokens(config, device, model, page_size),
-        rows=max_running_requests,
-        context_length=context_length,
-    )
-    _check_memory(sizes, device, model)
-    long_prompts = rope_layout.long_prompts
-    runner = ModelRunner(
-        device,
-        decoder,
-        sizes,
-        eos_token_ids=info.eos_token_ids,
-        long_prompts=None
-        if long_prompts is None
-        else LongPromptRows(long_prompts, rope_layout, rope_tables(family, model), device),
-    )
-    runner.graphs = _capture_graphs(runner, config, progress)
-    if device.queued:
-        progress("compiling kernels")
-        warm_up(runner)
-    return runner, info
 
 
 def _architectures(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -141,7 +172,7 @@ def _read_family(checkpoint: Checkpoint) -> Family:
 def _model_path(config: RunnerConfig, progress: Callable[[str], None]) -> Path:
     if config.model is not None:
         return Path(config.model).expanduser()
-    return ensure_embedded_model(resolve_cache_dir(config.cache_dir, os.environ), progress)
+    return ensure_embedded_model(config.cache_folder, progress)
 
 
 def _context_length(config: RunnerConfig, family: Family) -> int:

@@ -13,7 +13,6 @@ import torch
 import ops
 from ops.cpu.build import KernelBuildError
 from ops.cpu.load import CpuOptions
-from runtime.checkpoints.cache_folder import resolve_cache_dir
 from runtime.config import GPU_CHUNK_TOKENS
 from runtime.errors import ConfigError
 
@@ -185,7 +184,7 @@ def _open_cpu(
         kernels=config.cpu_kernels,
         threads=config.cpu_threads,
         pinning=config.cpu_pinning,
-        cache_dir=resolve_cache_dir(config.cache_dir, os.environ),
+        cache_dir=config.cache_folder,
     )
     try:
         op_set, kernels = ops.load_cpu(options, progress)
@@ -228,8 +227,7 @@ def _open_cuda(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
             f"quantization {config.quantization!r}: the GPU has none; without it weights are"
             " bfloat16 or float16"
         )
-    cache_dir = resolve_cache_dir(config.cache_dir, os.environ)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir / "triton"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_folder / "triton"))
     device = torch.device("cuda", torch.cuda.current_device())
     bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
     total = torch.cuda.get_device_properties(device).total_memory

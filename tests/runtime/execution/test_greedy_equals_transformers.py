@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from runtime.checkpoints.cache_folder import resolve_cache_dir
+from ops.cpu.build import default_cache_dir
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.execution.build import build_runner
@@ -42,7 +41,7 @@ POOL_TOKENS = 6400
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return ensure_embedded_model(resolve_cache_dir(None, os.environ), print)
+    return ensure_embedded_model(default_cache_dir(), print)
 
 
 def open_runner(folder: Path, page_size: int) -> ModelRunner:

@@ -7,12 +7,11 @@ retraction: in bfloat16 as in float32, and for drawn tokens as for greedy ones.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from runtime.checkpoints.cache_folder import resolve_cache_dir
+from ops.cpu.build import default_cache_dir
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.execution.build import build_runner
@@ -35,7 +34,7 @@ NEW_TOKENS = 20
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModelRunner]:
-    folder = ensure_embedded_model(resolve_cache_dir(None, os.environ), print)
+    folder = ensure_embedded_model(default_cache_dir(), print)
     config = RunnerConfig(model=str(folder), device="cpu", dtype="bfloat16", max_total_tokens=POOL)
     runner, _ = build_runner(config, page_size=16, max_running_requests=8)
     if runner.info.details["decoder"] != "compiled":

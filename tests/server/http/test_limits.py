@@ -57,7 +57,7 @@ async def test_a_body_over_the_limit_is_413_in_openai_form():
         assert body["error"]["code"] == "body_too_large"
 
 
-@pytest.mark.parametrize("path", ["/v1/nothing", "/", "/v1/models/other"])
+@pytest.mark.parametrize("path", ["/v1/nothing", "/page", "/v1/models/other"])
 async def test_unknown_paths_and_models_are_404_in_openai_form(path):
     async with fake_server() as server:
         status, body = await server.get(path)
