@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from runtime.scheduling.accounting import Reason
@@ -66,17 +67,20 @@ class Admission:
 
     # The pass
 
-    def build(self, now: float, ratio: float, *, retracted: bool, urgent: bool) -> list[Admitted]:
+    def build(
+        self, now: float, ratio: float, *, retracted: bool, first: Request | None
+    ) -> list[Admitted]:
         """The prefill rows of this pass, the pending chunk's next piece first. Admitted requests
         have left the queue, with a lock on their prefix.
 
         Args:
             ratio: the new-token ratio.
             retracted: this pass has retracted rows, so nobody new is admitted.
-            urgent: the first waiting request was, before this pass made room for it.
+            first: an urgent request that is sure to start (`urgent_start`) if no other is looked
+                at before it; it is not held back for others.
         """
         chunked = self._life.chunked
-        rows = self._rows_to_fill(now, retracted=retracted, urgent=urgent)
+        rows = self._rows_to_fill(now, retracted=retracted, urgent=first is not None)
         built: list[Admitted] = []
         if rows > 0 or chunked is not None:
             self.size = self._size(self._life.running, chunked)
@@ -87,10 +91,10 @@ class Admission:
             self._credit = self._credit_in(adder, chunked)
             if chunked is not None:
                 if rows > 0:
-                    self._admit_ahead(adder, chunked, pending, rows, now)
+                    self._admit_ahead(adder, chunked, pending, rows, now, first)
                 if not adder.add_chunked(chunked):
                     self._life.clocks.single_out(chunked, adder.reason)
-            admitted = self._admit_waiting(adder, pending, rows, now) if rows > 0 else []
+            admitted = self._admit_waiting(adder, pending, rows, now, first) if rows > 0 else []
             built = adder.admitted
             for item in built:
                 if item.match is not None:
@@ -104,8 +108,8 @@ class Admission:
 
     @property
     def urgent(self) -> bool:
-        """Whether the first waiting request has so high a priority that it may push somebody out;
-        it is not held back for others either."""
+        """Whether the first waiting request has so high a priority that it may push somebody
+        out."""
         config, queue = self._config, self._life.queue
         admitted = self._life.admitted
         if config.disable_priority_preemption or not queue or not admitted:
@@ -113,9 +117,13 @@ class Admission:
         lowest = min([request.priority for request in admitted])
         return queue.highest_priority() - lowest > config.priority_preemption_threshold
 
-    def preempted(self, now: float, ratio: float) -> list[Request]:
-        """The fewest admitted requests without which the first waiting one, an urgent one, starts
-        in this pass; none where it starts anyway, or cannot."""
+    def urgent_start(self, now: float, ratio: float) -> tuple[Request | None, list[Request]]:
+        """The first waiting request, an urgent one, and the fewest admitted requests without which
+        it starts in this pass; (None, none) where it cannot.
+
+        The order of the queue is not to be asked again for it: a random one is drawn anew, and one
+        that depends on the cache, or on how many wait, may change as soon as the victims are gone.
+        """
         candidate = next(iter(self._candidates(now)))
         _prepare_prefill(candidate)
         match = self._memory.match(candidate)
@@ -125,7 +133,7 @@ class Admission:
 
         rows_missing = 1 - self._free_rows()
         if rows_missing <= 0 and admits(()):
-            return []
+            return candidate, []
         threshold, chunked = self._config.priority_preemption_threshold, self._life.chunked
         order = preemption_order(self._life.admitted, candidate.priority, threshold)
         least = max(rows_missing, 1)
@@ -135,7 +143,7 @@ class Admission:
             order.sort(key=lambda request: request is not chunked)
             sooner = fewest_victims(order, least, admits)
             victims = sooner if len(sooner) < len(victims) else victims
-        return victims
+        return (candidate if victims else None), victims
 
     def _would_admit(
         self, candidate: Request, match: PrefixMatch, ratio: float, victims: Sequence[Request]
@@ -152,7 +160,8 @@ class Admission:
             if pending.worth_waiting(candidate, match):
                 return False
             credit, most = self._credit_in(adder, chunked), self._most_ahead(adder, running)
-            if not (credit and adder.add_ahead(candidate, match, chunked, credit, most)):
+            ahead = credit and candidate.priority >= chunked.priority
+            if not (ahead and adder.add_ahead(candidate, match, chunked, credit, most)):
                 adder.add_chunked(chunked)
         if not _is_last(adder, candidate):
             adder.add(candidate, match)
@@ -226,6 +235,7 @@ class Admission:
         pending: PendingPrefixes,
         rows: int,
         now: float,
+        first: Request | None,
     ) -> None:
         """Admits short prompts ahead of the pending chunk, out of turn, on credit. Without this
         every short prompt waits until all long ones before it are computed, one after another."""
@@ -234,7 +244,7 @@ class Admission:
             return
         most = self._most_ahead(adder, self._life.running)
         shortest = self._order.shortest(now, most)
-        for request in shortest:
+        for request in _led_by(first, shortest):
             if len(adder.admitted) >= rows:
                 break
             _prepare_prefill(request)
@@ -243,19 +253,24 @@ class Admission:
                 continue
             price = adder.add_ahead(request, match, chunked, self._credit, most)
             if not price:
-                break  # the next one is longer, or must not take what this one saves up
+                break  # the next one is longer, or must not take what this one needs
             self._credit -= price
             pending.add(request)
         self._order.note_passed_over(shortest, [item.request for item in adder.admitted], now)
 
     def _admit_waiting(
-        self, adder: PrefillAdder, pending: PendingPrefixes, rows: int, now: float
+        self,
+        adder: PrefillAdder,
+        pending: PendingPrefixes,
+        rows: int,
+        now: float,
+        first: Request | None,
     ) -> list[Request]:
         self._blocked_by(Reason.NEXT_PASS)
         admitted: list[Request] = []
         ahead = {item.request for item in adder.admitted}
         rows -= sum(item.match is not None for item in adder.admitted)
-        for request in self._candidates(now):
+        for request in _led_by(first, self._candidates(now)):
             if request in ahead:
                 continue
             if len(admitted) >= rows:
@@ -315,6 +330,13 @@ class Admission:
 def _is_last(adder: PrefillAdder, request: Request) -> bool:
     """Whether a request is the one admitted last."""
     return bool(adder.admitted) and adder.admitted[-1].request is request
+
+
+def _led_by(first: Request | None, others: Iterable[Request]) -> Iterable[Request]:
+    """`first`, if anybody, then the others in their order."""
+    if first is None:
+        return others
+    return chain((first,), (request for request in others if request is not first))
 
 
 def _prepare_prefill(request: Request) -> None:

@@ -202,11 +202,13 @@ class Scheduler:
             if self._must_commit_first(plan):
                 return
             retracted = self._make_room(plan, now)
-        urgent = not retracted and self._admission.urgent
-        if urgent and not self._preempt(plan, now):
-            return
+        first = None
+        if not retracted and self._admission.urgent:
+            first = self._preempt(plan, now)
+            if plan.reason:
+                return
         ratio = self._ratio.value
-        admitted = self._admission.build(now, ratio, retracted=retracted, urgent=urgent)
+        admitted = self._admission.build(now, ratio, retracted=retracted, first=first)
         decoding = life.running if mixing or not admitted else []
         if decoding and not mixing:
             # The queue was looked at before: a strict pass that decodes has admitted nobody.
@@ -275,16 +277,17 @@ class Scheduler:
         self._ratio.after_retraction(life.running)
         return True
 
-    def _preempt(self, plan: Plan, now: float) -> bool:
-        """Makes way for a much higher priority; False where a step must be committed first."""
-        victims = self._admission.preempted(now, self._ratio.value)
+    def _preempt(self, plan: Plan, now: float) -> Request | None:
+        """Makes way for a much higher priority, unless a step must be committed first; returns who
+        is to start, if that can be."""
+        first, victims = self._admission.urgent_start(now, self._ratio.value)
         if victims and self._life.inflight:
             plan.reason = "wait_commit"
-            return False
+            return None
         for request in victims:
             self._life.retract(request, now)
         self.counters.preemptions += len(victims)
-        return True
+        return first
 
     # Results
 

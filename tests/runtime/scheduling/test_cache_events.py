@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -95,8 +94,7 @@ class TellingMachine(SchedulerMachine):
 
     @initialize(made=configs(), overlap=st.booleans(), guilty=st.sampled_from([0, 7]))
     def start(self, made, overlap, guilty):
-        # Who is preempted for whom is the other machine's question.
-        super().start(replace(made, disable_priority_preemption=True), overlap, guilty)
+        super().start(made, overlap, guilty)
         self.mirror = Mirror(self.scheduler)
 
     def check(self):

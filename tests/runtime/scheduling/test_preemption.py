@@ -7,6 +7,7 @@ import random
 import pytest
 
 from runtime.request import Request
+from runtime.scheduling.policies import POLICIES
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
 
@@ -50,6 +51,12 @@ class TestWhoCannotStart:
         assert turn_until_started(driver, "high") == (1, 1)
         assert driver.scheduler._life.live["chunk"].retractions == 1
         assert driver.scheduler._life.live["low"].retractions == 0
+
+    def test_a_short_prompt_does_not_go_ahead_of_a_chunk_that_matters_more(self) -> None:
+        driver = self.loaded(chunk_priority=200, prefill_share=0.9)
+        driver.add(request("high", 8, 4, priority=100))
+        preempted, started = turn_until_started(driver, "high")
+        assert preempted == started
 
     def test_waiting_for_its_twin(self) -> None:
         driver = self.loaded(chunk_priority=100)
@@ -100,6 +107,57 @@ class TestWhoCannotStart:
         driver.run()
 
 
+class TestTheOrderChangesMeanwhile:
+    """Way is made for the one that one look at the queue finds first. A second look may find
+    somebody else there who does not fit, and nobody would start."""
+
+    def contest(self, *, outputs: int = 0, fillers: int = 0, **options: object) -> Driver:
+        """Two rows run, `low` and one that does not yield, and two may push out `low`: `large`,
+        which is older and would not fit beside the other row, and `small`, which would.
+
+        Args:
+            outputs: of `low`, which `large` holds too, behind the same prompt of 50 tokens. They
+                enter the cache when `low` goes. 60 tokens of `small` are cached from the first.
+        """
+        values = {"capacity_tokens": 401, "max_running_requests": 2}
+        driver = Driver(config(**{**values, **options}), overlap=False)
+        cached = list(range(7000, 7060))
+        driver.add(request("before", [*cached, 1], 1))
+        driver.run()
+        low = request("low", 50, 60)
+        driver.add(low, request("peer", 100, 100, priority=100))
+        while len(low.output_ids) < 20:
+            driver.step()
+        driver.add(*(request(f"filler{number}", 10, 4) for number in range(fillers)))
+        shared = [*low.input_ids, *low.output_ids][: 50 + outputs] if outputs else []
+        rest = range(30_000, 30_250 - len(shared))
+        driver.add(request("large", [*shared, *rest], 100, priority=100))
+        driver.add(request("small", [*cached, *range(20)], 4, priority=100))
+        return driver
+
+    def started(self, driver: Driver) -> set[str]:
+        """Who starts in a pass that preempts."""
+        batch = driver.step().batch
+        assert driver.scheduler.counters.preemptions == 1
+        assert batch is not None
+        return {made.request_id for made in batch.requests} - {"peer"}
+
+    def test_by_what_a_victim_leaves_in_the_cache(self) -> None:
+        assert self.started(self.contest(outputs=20, schedule_policy="lpm")) == {"small"}
+
+    def test_by_a_queue_that_becomes_too_long_for_its_policy(self) -> None:
+        assert self.started(self.contest(fillers=126, schedule_policy="lpm")) == {"small"}
+
+    def test_by_chance(self) -> None:
+        preempting = 0
+        for seed in range(12):
+            driver = self.contest(schedule_policy="random", policy_seed=seed)
+            preempted, started = turn_until_started(driver, "small")
+            preempting += preempted is not None
+            assert preempted in (None, started)
+        assert preempting > 3
+
+
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("ignore_eos", [True, False], ids=["known length", "forecast"])
 def test_preemption_and_admission_count_by_one_rule(cache: bool, ignore_eos: bool) -> None:
@@ -115,6 +173,8 @@ def test_preemption_and_admission_count_by_one_rule(cache: bool, ignore_eos: boo
                 schedule_conservativeness=rng.choice([0.0, 0.3, 1.0]),
                 chunked_prefill_size=rng.choice([16, 64, 0]),
                 page_size=1,
+                schedule_policy=rng.choice(tuple(POLICIES)),
+                policy_seed=rng.randint(0, 99),
             ),
             overlap=False,
             checked=False,
