@@ -11,6 +11,7 @@ from server.api import (
     chat,
     completions,
     generate,
+    live,
     messages,
     models,
     page,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 PROTOCOLS = (
     *(chat, completions, responses, messages, generate, models, tokens, routing, admin, docs),
-    page,
+    *(live, page),
 )
 
 
@@ -47,6 +48,7 @@ def make_app(service: Service) -> web.Application:
     app[SERVICE] = service
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(watched(service.metrics.loop_beat))
+    app.on_shutdown.append(live.end_live)
     for protocol in PROTOCOLS:
         app.add_routes(protocol.ROUTES)
     return app

@@ -18,6 +18,7 @@ from server.generation.generator import Generator
 from server.generation.metrics import Metrics
 from server.generation.params import ApiLimits, SamplingDefaults
 from server.http.connections import Connections
+from server.observability.live import LiveView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,6 +78,7 @@ class Service:
     metrics: Metrics
     limits: ApiLimits
     model_format: ModelFormat
+    live: LiveView
     connections: Connections
     source: ModelSource
     eos_token_ids: frozenset[int]
@@ -118,6 +120,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         metrics=metrics,
         limits=limits,
         model_format=_model_format(config, parts),
+        live=LiveView(engine),
         connections=connections,
         source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,

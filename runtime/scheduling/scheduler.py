@@ -22,6 +22,7 @@ from runtime.errors import ConfigError, InvalidRequest
 from runtime.request import Finish, FinishReason, RequestOutput
 from runtime.scheduling.accounting import Counters, Reason
 from runtime.scheduling.admission import Admission
+from runtime.scheduling.glance import take_glance
 from runtime.scheduling.intake import (
     make_room_in_queue,
     resolve_max_new_tokens,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from runtime.request import Request
     from runtime.runner import StepOutput
     from runtime.scheduling.cache_events import CacheEvents
+    from runtime.scheduling.glance import Glance
     from runtime.scheduling.schedule_batch import Admitted, ScheduleBatch
     from runtime.scheduling.statistics import RequestDebug, SchedulerStatistics
 
@@ -409,6 +411,10 @@ class Scheduler:
         """A record of every live request, oldest first: where it is, and how long it has waited
         for what."""
         return [debug_record(request, self._life) for request in self._life.live.values()]
+
+    def glance(self, most_requests: int, most_runs: int) -> Glance:
+        """Where requests are and what is cached, at most so many of each: for who watches."""
+        return take_glance(self._life, most_requests, most_runs)
 
     def waited_seconds(self, request: Request) -> dict[str, float]:
         """Seconds that a request, alive or ended, has waited per blocking term."""

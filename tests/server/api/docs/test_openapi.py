@@ -128,7 +128,11 @@ CHECKED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+@pytest.mark.parametrize(
+    "route",
+    [route for route in ROUTES if route.media != "text/event-stream"],  # ends when its reader does
+    ids=lambda route: f"{route.method} {route.path}",
+)
 def test_whatever_is_sent_no_5xx_and_no_answer_against_its_schema(small, route):
     schema = schemathesis.openapi.from_dict(document("1", small.service.limits))
     schema.config.update(base_url=small.url)
