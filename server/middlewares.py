@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import orjson
@@ -21,7 +22,7 @@ from server.http.api_key import check_key
 from server.http.errors import Draining, ErrorAnswer, error_answer, internal_error
 from server.http.origins import check_origin, cors_headers, is_preflight
 from server.http.protocol import check_version
-from server.service import REQUEST_ID, SERVICE, json_response
+from server.service import GENERATION, RECEIVED, REQUEST_ID, SERVICE, json_response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -44,9 +45,9 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     service = request.app[SERVICE]
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    request[RECEIVED] = service.engine.clock()
     _name_task(request)
     service.connections.busy(request.transport)
-    started = time.perf_counter()
     status = 499  # the client left before there was a status
     try:
         response = await handler(request)
@@ -55,7 +56,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         service.connections.idle(request.transport)
         if service.config.access_log:
-            access.info("%s", _access_line(request, status, time.perf_counter() - started))
+            access.info("%s", _access_line(request, status))
 
 
 def _name_task(request: web.Request) -> None:
@@ -67,8 +68,10 @@ def _name_task(request: web.Request) -> None:
     task.set_name(f"{request.method} {path} of request {request[REQUEST_ID]}")
 
 
-def _access_line(request: web.Request, status: int, seconds: float) -> str:
-    """One line of JSON; neither bodies nor query strings nor keys."""
+def _access_line(request: web.Request, status: int) -> str:
+    """One line of JSON, with tokens and timings where something was generated; neither bodies nor
+    query strings nor keys."""
+    seconds = request.app[SERVICE].engine.clock() - request[RECEIVED]
     line = {
         "time": round(time.time(), 3),
         "request_id": request[REQUEST_ID],
@@ -78,6 +81,11 @@ def _access_line(request: web.Request, status: int, seconds: float) -> str:
         "status": status,
         "seconds": round(seconds, 4),
     }
+    if GENERATION in request:
+        usage = request[GENERATION].usage()
+        line["prompt_tokens"] = usage.prompt_tokens
+        line["completion_tokens"] = usage.completion_tokens
+        line["timings"] = asdict(request[GENERATION].timings())
     return orjson.dumps(line).decode()
 
 

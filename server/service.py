@@ -14,7 +14,7 @@ from aiohttp import web
 from runtime.errors import ConfigError
 from server.formats.model_format import ModelFormat
 from server.generation.engine import Engine
-from server.generation.generator import Generator
+from server.generation.generator import Generation, Generator
 from server.generation.metrics import Metrics
 from server.generation.params import ApiLimits, SamplingDefaults
 from server.http.connections import Connections
@@ -184,6 +184,8 @@ def _cache_info(scheduler: Scheduler) -> dict[str, str]:
 
 SERVICE = web.AppKey("service", Service)
 REQUEST_ID = web.RequestKey("request_id", str)  # the client's, or the server's
+RECEIVED = web.RequestKey("received", float)  # when it was, on the engine's clock
+GENERATION = web.RequestKey("generation", Generation)  # what it has set off, if anything
 
 
 def json_response(data: Any, status: int = 200) -> web.Response:

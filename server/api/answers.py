@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from runtime.errors import wrong
 from server.http.errors import error_answer, internal_error
 from server.http.sse import DONE, EventStream, event
-from server.service import REQUEST_ID, SERVICE, json_response
+from server.service import GENERATION, RECEIVED, REQUEST_ID, SERVICE, json_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from server.generation.params import GenerationParams
     from server.http.errors import ErrorAnswer
     from server.service import Service
+
+TIMINGS_HEADER = "X-Loomserve-Timings"
 
 
 class Answer(ABC):
@@ -47,6 +51,12 @@ class Answer(ABC):
     def failure(self, error: ErrorAnswer) -> bytes:
         """The event that ends a stream which cannot go on."""
         return event(error.body)
+
+    def timings(self) -> dict[str, Any]:
+        """What the end of an answer says of its time, where that was asked for."""
+        if not self.generation.params.include_timings:
+            return {}
+        return {"timings": asdict(self.generation.timings())}
 
     @abstractmethod
     def add(self, delta: Delta) -> None:
@@ -78,10 +88,13 @@ class OpenAIAnswer(Answer):
         }
 
     def closing(self) -> bytes:
-        if not self.generation.params.include_usage:
-            return DONE
-        usage = usage_body(self.generation.usage())
-        return event(self.of_choices([], self.event_object, usage=usage)) + DONE
+        figures = self.figures(usage=self.generation.params.include_usage)
+        return event(self.of_choices([], self.event_object, **figures)) + DONE if figures else DONE
+
+    def figures(self, *, usage: bool) -> dict[str, Any]:
+        """What stands beside the choices at the end. usage: it is told, too."""
+        told = {"usage": usage_body(self.generation.usage())} if usage else {}
+        return told | self.timings()
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -124,17 +137,33 @@ async def answer(
         prefix: of the answer's id.
         client_id: a name that the body gives; else it is the request's own.
 
-    Raises: what `Generator.start` does, and what goes wrong before the first event.
+    Raises: InvalidRequest: a header. What `Generator.start` does, and what goes wrong before the
+        first event.
     """
     service = request.app[SERVICE]
     name = client_id or request[REQUEST_ID]
-    with service.generator.start(prompts, params, new_id(prefix), name) as generation:
+    if wants_timings(request):
+        params = replace(params, include_timings=True)
+    with service.generator.start(
+        prompts, params, new_id(prefix), name, received_s=request[RECEIVED]
+    ) as generation:
+        request[GENERATION] = generation
         made = new_answer(generation)
         if params.stream:
             return await _stream(request, made)
         async for delta in generation:
             made.add(delta)
         return json_response(made.body())
+
+
+def wants_timings(request: web.Request) -> bool:
+    """Whether a header asks for timings. Raises: InvalidRequest: it says neither yes nor no."""
+    given = request.headers.get(TIMINGS_HEADER)
+    if given is None:
+        return False
+    if given not in ("0", "1"):
+        raise wrong(TIMINGS_HEADER, given, "0 or 1")
+    return given == "1"
 
 
 async def _stream(request: web.Request, made: Answer) -> web.StreamResponse:

@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 
 from runtime.errors import InvalidRequest
-from server.api.answers import OpenAIAnswer, finish_name, usage_body
+from server.api.answers import OpenAIAnswer, finish_name
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
 from server.api.chat_plan import EFFORTS, Conversation, LastMessageFields, answer_chat
 from server.api.fields.bodies import ignored, refused, required, served
@@ -89,7 +89,13 @@ class ChatBody(LastMessageFields, OpenAIFields):
         """What it asks of the generation core."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         params = self.params(limits, self.max_completion_tokens, logprobs=logprobs)
-        return replace(params, n=self.n, best_of=self.n, include_usage=self.include_usage)
+        return replace(
+            params,
+            n=self.n,
+            best_of=self.n,
+            include_usage=self.include_usage,
+            include_timings=self.include_timings,
+        )
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -203,7 +209,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def body(self) -> dict[str, Any]:
         choices = [self._whole_choice(choice) for choice in self._choices]
-        return self.of_choices(choices, self.object, usage=usage_body(self.generation.usage()))
+        return self.of_choices(choices, self.object, **self.figures(usage=True))
 
     def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
         scores = chat_logprobs(choice.logprobs, self._tokenizer) if choice.logprobs else None

@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 
 from runtime.errors import InvalidRequest, wrong
-from server.api.answers import OpenAIAnswer, answer, finish_name, usage_body
+from server.api.answers import OpenAIAnswer, answer, finish_name
 from server.api.fields.bodies import refused, required, served
 from server.api.fields.generation import OpenAIFields
 from server.api.fields.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, TokenIds
@@ -122,6 +122,7 @@ class CompletionBody(OpenAIFields):
             echo=self.echo,
             hide_logprobs=self.logprobs is None,
             include_usage=self.include_usage,
+            include_timings=self.include_timings,
         )
 
 
@@ -265,7 +266,7 @@ class CompletionAnswer(OpenAIAnswer):
         if params.best_of > params.n and params.hide_logprobs:
             for choice in chosen:
                 choice["logprobs"] = None
-        return self.of_choices(chosen, self.object, usage=usage_body(self.generation.usage()))
+        return self.of_choices(chosen, self.object, **self.figures(usage=True))
 
 
 def _whole_choice(index: int, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

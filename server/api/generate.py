@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -216,6 +216,8 @@ class _Choice:
         }
         if self._generation.params.include_wait_times:
             meta |= self._generation.usage().waited()
+        if self._finish is not None and self._generation.params.include_timings:
+            meta["timings"] = asdict(self._generation.timings(self.index))
         if self._request.sampling.logprobs is not None:
             meta["output_token_logprobs"] = [_pair(entry) for entry in self._logprobs]
             meta["output_top_logprobs"] = [_top(entry) for entry in self._logprobs]

@@ -41,7 +41,7 @@ class AnthropicAnswer(BlockAnswer):
 
     def ending(self) -> bytes:
         ended = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        out = _event("message_delta", delta=ended, usage=self._usage())
+        out = _event("message_delta", delta=ended, usage=self._usage(), **self.timings())
         return out + _event("message_stop")
 
     def failure(self, error: ErrorAnswer) -> bytes:
@@ -57,6 +57,7 @@ class AnthropicAnswer(BlockAnswer):
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
             "usage": self._usage(),
+            **(self.timings() if self._stop_reason else {}),
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from runtime.errors import wrong
 from server.api.chat_messages import ANY_TOOL, CONTENT, NAME
 from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, answer_chat
 from server.api.fields.bodies import Body, Record, Tagged, ignored, refused, required, served
-from server.api.fields.generation import GeneratingBody
+from server.api.fields.generation import INCLUDE_TIMINGS, GeneratingBody
 from server.api.fields.grammar import (
     SCHEMA,
     ObjectFormat,
@@ -144,6 +145,14 @@ class ResponseSchema(Body):
     unserved = ignored("a schema is always enforced", "strict")
 
 
+class ResponseStreamOptions(Body):
+    include_timings = INCLUDE_TIMINGS
+    unserved = (
+        *ignored("events are not padded", "include_obfuscation"),
+        *ignored("the last event tells the usage", "include_usage"),
+    )
+
+
 class ResponseText(Body):
     format = served(
         Tagged(
@@ -189,6 +198,7 @@ class ResponseBody(TemplateFields, GeneratingBody):
     parallel_tool_calls = served(Boolean(), "an answer may call several tools", default=True)
     text = served(Record(ResponseText), "what the answer's text must look like")
     reasoning = served(Record(ResponseReasoning), "how much to think")
+    stream_options = served(Record(ResponseStreamOptions), "of the answer's events")
     metadata = served(JsonObject(), "repeated in the response")
     user = served(Text(), "repeated in the response")
     include = served(
@@ -224,7 +234,6 @@ class ResponseBody(TemplateFields, GeneratingBody):
         *ignored("there are no such tools", "max_tool_calls"),
         *ignored("there are no images", "image"),
         *ignored("requests are answered at once", "background_options"),
-        *ignored("events are not padded, and the last tells the usage", "stream_options"),
         *ignored("it would only be faster", "access_programs", "service_tier"),
         *ignored(
             "prefixes are always cached",
@@ -252,7 +261,9 @@ class ResponseBody(TemplateFields, GeneratingBody):
 
     def generation(self, limits: ApiLimits) -> GenerationParams:
         """What it asks of the generation core."""
-        return self.params(limits, self.max_output_tokens)
+        params = self.params(limits, self.max_output_tokens)
+        asked = self.stream_options is not None and self.stream_options.include_timings
+        return replace(params, include_timings=asked)
 
     def thinking_limit(self) -> ThinkingLimit | None:
         own = None if self.reasoning is None else self.reasoning.max_tokens

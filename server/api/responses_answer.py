@@ -170,6 +170,7 @@ class ResponseAnswer(BlockAnswer):
             "incomplete_details": self._incomplete if self._status == "incomplete" else None,
             "output": list(self._output),
             "usage": self._usage() if done else None,
+            **(self.timings() if done else {}),
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -117,20 +117,23 @@ class Engine:
             self._kv_events.close()
             self._kv_events = None
 
-    def submit(self, requests: list[Request], rules: ChoiceRules) -> RequestStream:
+    def submit(
+        self, requests: list[Request], rules: ChoiceRules, received_s: float | None = None
+    ) -> RequestStream:
         """Queues requests that one client waits for together: all of them, or none.
 
+        Args: received_s: when the client's request was read; None: now.
         Raises: InvalidRequest, ContextTooLong, QueueFull, EngineDead; then none is queued.
         """
         if self.dead is not None:
             raise self.dead
         if self._stopping:
             raise EngineDead("the server is stopping")
-        stream = RequestStream(requests)
+        now = self.clock()
+        stream = RequestStream(requests, now if received_s is None else received_s)
         choices = [
             ChoiceOutput(index, stream, rules, self.tokenizer) for index in range(len(requests))
         ]
-        now = self.clock()
         displaced = self.scheduler.add_group(requests, now)
         for choice in choices:
             self._follow(choice)
@@ -213,6 +216,10 @@ class Engine:
             step = failed_step(error)  # in its turn, after the step before it is committed
         if not self._masked_live or not needs_mask(batch, self._live):
             step.sample(None)
+        for row in range(batch.num_prefill):
+            choice = self._live.get(batch.requests[row].request_id)
+            if choice is not None:
+                choice.timeline.launched(batch, row, launched)
         return LoopStep(batch, step, last_reason, planned, launched), ""
 
     async def _sample(self, flight: LoopStep) -> None:
@@ -349,7 +356,10 @@ class Engine:
         try:
             if choice.matcher is not None:
                 choice.matcher.close()
-            self.metrics.finished(choice, self.clock())
+            now = self.clock()
+            waited = self.scheduler.waited_seconds(choice.request)
+            choice.timeline.end(now, choice.completion_tokens, waited)
+            self.metrics.finished(choice, now)
         except Exception:
             log.exception("request %s could not be counted", choice.request.request_id)
 

@@ -18,6 +18,7 @@ from runtime.errors import GenerationFailed, InvalidRequest, QueueFull
 from runtime.request import FinishReason, Request
 from server.generation.bad_words import BadWords
 from server.generation.output import ChoiceRules
+from server.generation.timeline import timings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from server.generation.engine import Engine
     from server.generation.output import Delta, RequestStream
     from server.generation.params import ApiLimits, GenerationParams
+    from server.generation.timeline import Timeline, Timings
     from server.text.tokenizer import Tokenizer
 
 # Choices of one seeded request get seeds this far apart (2**64 / golden ratio, made odd).
@@ -86,6 +88,11 @@ class Generation:
         """The engine's requests, by choice index."""
         return self._stream.requests
 
+    @property
+    def timelines(self) -> Sequence[Timeline]:
+        """What is noted of each choice's time, parallel to `requests`."""
+        return self._stream.timelines
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come, until every choice has ended.
 
@@ -108,13 +115,23 @@ class Generation:
 
     def usage(self) -> Usage:
         """Tokens so far; complete once the iteration has ended."""
-        first_choices = self._stream.requests[:: self.params.best_of]
         return Usage(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=self._completion_tokens,
-            cached_tokens=sum(request.cached_tokens for request in first_choices),
+            cached_tokens=self._cached_tokens(),
             wait_seconds=self._wait_seconds() if self.params.include_wait_times else None,
         )
+
+    def timings(self, choice: int | None = None) -> Timings:
+        """Where the time of all choices has gone, or of one; complete once it has ended."""
+        now = self._generator.engine.clock()
+        if choice is None:
+            return timings(self.timelines, self._cached_tokens(), now)
+        return timings([self.timelines[choice]], self.requests[choice].cached_tokens, now)
+
+    def _cached_tokens(self) -> int:
+        first_choices = self._stream.requests[:: self.params.best_of]
+        return sum(request.cached_tokens for request in first_choices)
 
     def _wait_seconds(self) -> dict[str, float]:
         total: dict[str, float] = {}
@@ -171,6 +188,8 @@ class Generator:
         params: GenerationParams,
         request_id: str,
         client_id: str | None = None,
+        *,
+        received_s: float | None = None,
     ) -> Generation:
         """Queues a request.
 
@@ -178,6 +197,7 @@ class Generator:
             prompts: token ids, each in the vocabulary.
             request_id: the server's own, unique; also the name to abort it by.
             client_id: a name that the client gave; need not be unique, rules nothing.
+            received_s: when its request was read, on the engine's clock; None: now.
 
         Raises: InvalidRequest, ContextTooLong, QueueFull, EngineDead; then nothing is queued.
         """
@@ -190,7 +210,8 @@ class Generator:
             bad_words=self._bad_words(params.bad_words) if params.bad_words else None,
             skip_special_tokens=params.skip_special_tokens,
         )
-        stream = self.engine.submit(self._requests(prompts, params, request_id), rules)
+        requests = self._requests(prompts, params, request_id)
+        stream = self.engine.submit(requests, rules, received_s)
         return Generation(self, stream, prompts, params, request_id, client_id)
 
     def _requests(

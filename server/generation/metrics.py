@@ -112,31 +112,32 @@ class Metrics:
         if not count:
             return
         self.throughput.add(count, now)
-        last = choice.last_token_s
-        choice.last_token_s = now
+        timeline = choice.timeline
+        last = timeline.last_token_s
+        timeline.last_token_s = now
         if last is not None:
             self.inter_token_latency.observe((now - last) / count)
             return
-        choice.first_token_s = now
-        request = choice.request
-        self.time_to_first_token.observe(now - choice.arrival_s)
-        waited = self.waited_seconds(request)
-        queued = sum(waited.values())
-        self.queue_time.observe(queued)
-        self.prefill_time.observe(max(0.0, now - choice.arrival_s - queued))
+        timeline.first_token_s = now
+        self.time_to_first_token.observe(now - timeline.arrival_s)
+        waited = self.waited_seconds(choice.request)
+        timeline.queued_s = sum(waited.values())
+        self.queue_time.observe(timeline.queued_s)
+        self.prefill_time.observe(max(0.0, now - timeline.arrival_s - timeline.queued_s))
         for term, seconds in waited.items():
             self.wait_time.setdefault(term, Histogram(LATENCY_S)).observe(seconds)
 
     def finished(self, choice: ChoiceOutput, now: float) -> None:
         """A choice has ended, in whatever way; every submitted one does so exactly once."""
-        self.request_latency.observe(now - choice.arrival_s)
+        timeline = choice.timeline
+        self.request_latency.observe(now - timeline.arrival_s)
         self.request_prompt_tokens.observe(len(choice.request.input_ids))
         self.request_generation_tokens.observe(choice.completion_tokens)
-        first, count = choice.first_token_s, choice.completion_tokens
-        if first is not None and choice.last_token_s is not None:
-            self.decode_time.observe(choice.last_token_s - first)
+        first, last, count = timeline.first_token_s, timeline.last_token_s, timeline.tokens
+        if first is not None and last is not None:
+            self.decode_time.observe(last - first)
             if count > 1:
-                self.time_per_output_token.observe((choice.last_token_s - first) / (count - 1))
+                self.time_per_output_token.observe((last - first) / (count - 1))
         ended, longest = self._ended.pop(choice.stream, (0, 0))
         ended, longest = ended + 1, max(longest, count)
         if ended < len(choice.stream.requests):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from runtime.request import Finish, FinishReason
 from server.generation.stop_rules import StopScanner
+from server.generation.timeline import Timeline
 from server.grammars.bits import forbid
 
 if TYPE_CHECKING:
@@ -62,12 +63,16 @@ class RequestStream:
 
     Args:
         requests: the engine's requests, by choice index; their token counts give the usage.
+        received_s: when the client's request was read, on the engine's clock.
+
+    Attributes: timelines: parallel to requests.
     """
 
-    __slots__ = ("_error", "_pending", "_unfinished", "_waiter", "requests")
+    __slots__ = ("_error", "_pending", "_unfinished", "_waiter", "requests", "timelines")
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], received_s: float) -> None:
         self.requests = requests
+        self.timelines = [Timeline(request, received_s) for request in requests]
         self._pending: dict[int, Delta] = {}
         self._unfinished = len(requests)
         self._waiter: asyncio.Future[None] | None = None
@@ -167,8 +172,7 @@ class ChoiceOutput:
         matcher: of the grammar that the output follows, or None.
         completion_tokens: tokens delivered; the usage figure.
         masked: its steps need token masks.
-        arrival_s, first_token_s, last_token_s: moments on the engine's clock; the latter two None
-            before the first token.
+        timeline: what is noted of its time.
     """
 
     __slots__ = (
@@ -178,15 +182,13 @@ class ChoiceOutput:
         "_include_stop",
         "_min_tokens",
         "_scanner",
-        "arrival_s",
         "completion_tokens",
-        "first_token_s",
         "index",
-        "last_token_s",
         "masked",
         "matcher",
         "request",
         "stream",
+        "timeline",
     )
 
     def __init__(
@@ -196,9 +198,7 @@ class ChoiceOutput:
         self.request = request
         self.stream = stream
         self.index = index
-        self.arrival_s = request.arrival_s
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
+        self.timeline = stream.timelines[index]
         self.completion_tokens = 0
         # To the scheduler it is something that gets ready; here is who made it.
         self.matcher = cast("Matcher | None", request.grammar)
@@ -249,6 +249,7 @@ class ChoiceOutput:
             delta.text += self._scanner.feed(self._detokenizer.flush(cut=cut))
             delta.text += self._scanner.flush()
         delta.finish = finish
+        self.timeline.finish = finish.reason.value
         self.stream.put_nowait(delta)
 
     def fill_mask(self, bits: NDArray[np.int32]) -> None:

@@ -78,6 +78,7 @@ class GenerationParams:
         n: choices to return. best_of: choices to generate, the likeliest n of which are returned.
         sampling: `seed` None means a seed drawn per choice.
         include_wait_times: the usage says what the request waited for, and how long.
+        include_timings: the answer says where its time has gone.
         echo: the answer begins with the prompt.
         hide_output: max_tokens was 0, so nothing of what is generated shows (echo, for scoring).
         hide_logprobs: sampling.logprobs is set for the server's own sake (best_of).
@@ -92,6 +93,7 @@ class GenerationParams:
     stream: bool = False
     include_usage: bool = False
     include_wait_times: bool = False
+    include_timings: bool = False
     n: int = 1
     best_of: int = 1
     stops: StopRules | None = None

@@ -18,6 +18,13 @@ from server.api.fields.schema_words import (
 )
 
 USAGE = record({"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER})
+TIMINGS = {
+    "timings": record(
+        {"tokenize_s": NUMBER, "queued_s": NUMBER, "total_s": NUMBER, "prefill_chunks": INTEGER,
+         "cached_tokens": INTEGER, "retractions": INTEGER, "waited_s": OBJECT},
+        {"prefill_s": NUMBER, "first_token_s": NUMBER, "decode_s": NUMBER},
+    )
+}  # fmt: skip
 FINISH = const("stop", "length", "tool_calls", "abort")
 
 
@@ -34,7 +41,8 @@ def _answer(kind: str, choices: Schema) -> Schema:
             "model": STRING,
             "choices": choices,
             "usage": USAGE,
-        }
+        },
+        TIMINGS,
     )
 
 
@@ -66,7 +74,8 @@ ANSWERS: dict[str, Schema] = {
             "usage": record(
                 {"input_tokens": INTEGER, "output_tokens": INTEGER, "total_tokens": INTEGER}
             ),
-        }
+        },
+        TIMINGS,
     ),
     "Message": record(
         {
@@ -80,7 +89,7 @@ ANSWERS: dict[str, Schema] = {
             ),
             "usage": record({"input_tokens": INTEGER, "output_tokens": INTEGER}),
         },
-        {"stop_sequence": STRING},
+        {"stop_sequence": STRING, **TIMINGS},
     ),
     "Event": record({"data": described("JSON, or [DONE]", STRING)}, {"event": STRING}),
     "TokenCount": record({"input_tokens": INTEGER}),

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from server.api.admin import AbortBody
+from server.api.answers import TIMINGS_HEADER
 from server.api.chat import ChatBody
 from server.api.completions import CompletionBody
 from server.api.docs.answer_schemas import ANSWERS
 from server.api.fields.bodies import inner_bodies, schema_of
-from server.api.fields.schema_words import ref
+from server.api.fields.schema_words import const, ref
 from server.api.generate import GenerateBody
 from server.api.messages import CountTokensBody, MessageBody
 from server.api.responses import ResponseBody
@@ -33,7 +34,7 @@ class Route:
         answer: the name of its schema.
         streams: the answer may be a stream of events instead.
         media: of an answer that is no JSON.
-        parameters: of path and query: (name, place, schema).
+        parameters: of path, query and header: (name, place, schema).
         errors: the schema of its errors.
     """
 
@@ -49,6 +50,7 @@ class Route:
 
 
 _TEXT = {"type": "string"}
+_TIMINGS = (TIMINGS_HEADER, "header", const("0", "1"))  # of every answer that may be a stream
 ROUTES = (
     Route("POST", "/v1/chat/completions", "The model's next message in a conversation",
           "ChatCompletion", ChatBody, streams=True),
@@ -156,10 +158,11 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.request is not None:
         body = {"application/json": {"schema": ref(route.request.__name__)}}
         operation["requestBody"] = {"required": True, "content": body}
-    if route.parameters:
+    parameters = (*route.parameters, _TIMINGS) if route.streams else route.parameters
+    if parameters:
         operation["parameters"] = [
             {"name": name, "in": place, "required": place == "path", "schema": schema}
-            for name, place, schema in route.parameters
+            for name, place, schema in parameters
         ]
     return operation
 

@@ -235,8 +235,17 @@ def generation_params(
     )
 
 
+INCLUDE_TIMINGS = served(
+    Boolean(),
+    "the answer, streamed or whole, tells where its time has gone; the header"
+    " X-Loomserve-Timings: 1 asks for the same on every endpoint",
+    default=False,
+)
+
+
 class StreamOptions(Body):
     include_usage = served(Boolean(), "a last event tells the usage", default=False)
+    include_timings = INCLUDE_TIMINGS
     unserved = (
         *refused("usage is told at the end", "continuous_usage_stats"),
         *ignored("events are not padded", "include_obfuscation"),
@@ -253,3 +262,7 @@ class OpenAIFields(GeneratingBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def include_timings(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_timings

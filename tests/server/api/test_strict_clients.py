@@ -13,6 +13,7 @@ from tests.server.server_kit import say
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "get_weather", "parameters": PARAMETERS, "strict": False}
+TIMED = {"X-Loomserve-Timings": "1"}
 TEXT, THOUGHT, CALLED = say("Hello"), say("<think>hm</think>Yes"), say(CALL)
 
 
@@ -46,6 +47,7 @@ def whole_and_streamed(create, **fields):
         (TEXT, {"logprobs": True, "top_logprobs": 2}, "stop"),
         (TEXT, {"max_tokens": 2}, "length"),
         (TEXT, {"stop": "l", "n": 2}, "stop"),
+        (TEXT, {"extra_headers": TIMED}, "stop"),
         (THOUGHT, {}, "stop"),
         (CALLED, {"tools": [{"type": "function", "function": FUNCTION}]}, "tool_calls"),
     ],
@@ -73,6 +75,7 @@ def test_completions(strict):
     [
         (TEXT, {}, "completed"),
         (TEXT, {"max_output_tokens": 2}, "incomplete"),
+        (TEXT, {"extra_headers": TIMED}, "completed"),
         (THOUGHT, {}, "completed"),
         (CALLED, {"tools": [{"type": "function", **FUNCTION}]}, "completed"),
         (
@@ -100,6 +103,7 @@ def test_responses(strict, text, fields, status):
         (TEXT, {}, "end_turn"),
         (TEXT, {"max_tokens": 2}, "max_tokens"),
         (TEXT, {"stop_sequences": ["l"]}, "stop_sequence"),
+        (TEXT, {"extra_headers": TIMED}, "end_turn"),
         (THOUGHT, {"thinking": {"type": "adaptive"}}, "end_turn"),
         (CALLED, {"tools": [{"name": "get_weather", "input_schema": PARAMETERS}]}, "tool_use"),
     ],

@@ -15,7 +15,7 @@ from tests.fakes import deltas_of
 
 def stream_of(choices: int) -> RequestStream:
     requests = [Request(str(i), array("i", [1]), SamplingParams(), 0.0) for i in range(choices)]
-    return RequestStream(requests)
+    return RequestStream(requests, 0.0)
 
 
 STOP = Finish(FinishReason.STOP)
