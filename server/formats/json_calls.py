@@ -6,14 +6,19 @@ import json
 import string
 from typing import TYPE_CHECKING
 
-from server.formats.tool_parser import Nesting, ToolCallParser, openai_call_id
+from server.formats.scanning import Held, Nesting
+from server.formats.tool_parser import ToolCallParser, openai_call_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
+# What may stand before the arguments of a call that is no JSON object: a name and an id.
+_MOST_HEAD = 1024
+
+
 class JsonCall:
-    """One object {"name": ..., "arguments": {...}}, read a character at a time.
+    """One object {"name": ..., "arguments": {...}}, read in pieces of any size.
 
     Attributes:
         name: once read.
@@ -27,53 +32,59 @@ class JsonCall:
         self.name: str | None = None
         self.ended = False
         self.broken = False
-        self._nesting = Nesting()
+        self._nesting = Nesting(separators=":,", level=1)
         self._key: str | None = None  # of the value being read at depth 1
-        self._token = ""  # key or value so far, unless it is passed on
+        self._token = Held()  # key or value so far, unless it is passed on
         self._object = False  # the value is an argument object, passed on as it comes
-        self._blanks = ""  # held back: blanks at the end of the arguments are not part of them
-        self._out: list[str] = []  # argument text not yet taken
+        self._blanks = Held()  # at the end of the arguments, which they are not part of
+        self._out = Held()  # argument text not yet taken
         self._given = False  # arguments under one of the known keys
         self._others: dict[str, str] = {}  # further keys, with the text of their values
 
     def feed(self, text: str) -> int:
-        """Reads on. Returns: how many characters were used; all of them unless it ended."""
-        for used, character in enumerate(text, 1):
-            self._character(character)
-            if self.ended or self.broken:
-                return used
-        return len(text)
+        """Reads on. Returns: how many characters were used; all of them unless it ended or broke
+        off."""
+        nesting, at = self._nesting, 0
+        while at < len(text) and not self.ended and not self.broken:
+            if nesting.depth == 0:
+                at = len(text) - len(text[at:].lstrip())
+                self.broken = at < len(text) and text[at] != "{"
+                if self.broken or at == len(text):
+                    break
+            end = nesting.plain(text, at)
+            if end > at:
+                self._plain(text[at:end])
+                at = end
+            else:
+                self._character(text[at])
+                at += 1
+        return at
 
     def take_arguments(self) -> str:
         """The argument text read since the last call."""
-        out, self._out = self._out, []
-        return "".join(out)
+        return self._out.take()
 
     def _character(self, c: str) -> None:
         nesting = self._nesting
-        if nesting.depth == 0:
-            self.broken = c != "{" and not c.isspace()
-        elif nesting.depth == 1 and not nesting.quote and self._key is None:
+        if nesting.depth == 1 and not nesting.quote and self._key is None:
             self._between_values(c)
         elif nesting.depth == 1 and not nesting.quote and c in ",}":
             self._end_value()
             if c == "}":
                 self._end()
-        elif self._key is None:
-            self._token += c
-        else:
-            self._in_value(c)
+        elif nesting.depth != 0:
+            self._plain(c)
         nesting.step(c)
 
     def _between_values(self, c: str) -> None:
         if c == ":":
-            self._key, self._token = self._token.strip().strip('"'), ""
+            self._key = self._token.take().strip().strip('"')
         elif c == "}":
             self._end()
         elif c in "{[":
             self.broken = True
         elif c != ",":
-            self._token += c
+            self._token.add(c)
 
     def _end(self) -> None:
         """The object is complete. Without arguments, what else stands in it is the arguments."""
@@ -81,33 +92,43 @@ class JsonCall:
         self.broken = self.name is None
         if not self._given:
             others = (f"{json.dumps(key)}: {value}" for key, value in self._others.items())
-            self._out.append("{" + ", ".join(others) + "}")
+            self._out.add("{" + ", ".join(others) + "}")
 
-    def _in_value(self, c: str) -> None:
-        if self._key in self.KEYS and not self._token and c == "{":
-            self._object = True
+    def _plain(self, text: str) -> None:
+        """More of a key or a value."""
+        if self._key is None:
+            self._token.add(text)
+            return
+        if not self._token and not self._object:
+            text = text.lstrip()
+            self._object = self._key in self.KEYS and text.startswith("{")
         if not self._object:
-            self._token += "" if c.isspace() and not self._token else c
-        elif c.isspace() and not self._nesting.quote:
-            self._blanks += c
-        else:
-            self._out.append(self._blanks + c)
-            self._blanks = ""
+            self._token.add(text)
+            return
+        said = text if self._nesting.quote else text.rstrip()
+        if said:
+            self._out.add(self._blanks.take() + said)
+        self._blanks.add(text[len(said) :])
 
     def _end_value(self) -> None:
+        token = self._token.take()
         if self._key == "name":
-            self.name = _string_of(self._token)
+            self.name = _string_of(token)
             self.broken = not self.name
         elif self._key in self.KEYS:
             self._given = True
             if not self._object:
-                self._out.append(_object_text(self._token))
+                self._out.add(_object_text(token))
         elif self._key is not None and self._key not in self.ASIDE:
-            self._others[self._key] = self._token.strip()
-        self._key, self._token, self._blanks, self._object = None, "", "", False
+            self._others[self._key] = token.strip()
+        self._blanks.take()
+        self._key, self._object = None, False
 
 
 def _string_of(token: str) -> str | None:
+    # Anything else may be nested more deeply than the parser's stack is.
+    if not token.startswith('"'):
+        return None
     try:
         value = json.loads(token)
     except ValueError:
@@ -132,12 +153,13 @@ class JsonCallsParser(ToolCallParser):
     ) -> None:
         super().__init__(known, new_id)
         self._call = JsonCall()
-        self._raw = ""  # what was read of a call that has no name yet
+        self._raw = Held()  # what was read of a call that has no name yet
         self._index = -1
         self._had_arguments = False
 
     def _open(self) -> bool:
-        self._call, self._raw, self._index = JsonCall(), "", -1
+        self._raw.take()
+        self._call, self._index = JsonCall(), -1
         self._had_arguments = False
         self._state = self._in_call
         return True
@@ -147,9 +169,10 @@ class JsonCallsParser(ToolCallParser):
         used = call.feed(self._pending)
         piece, self._pending = self._pending[:used], self._pending[used:]
         if self._index < 0:
-            self._raw += piece
+            self._raw.add(piece)
             if call.name is not None and self._accepts(call.name):
                 self._index = self._start_call(call.name)
+                self._raw.take()
             elif call.name is not None or call.broken or call.ended or final:
                 return self._not_a_call()
         if self._index >= 0:
@@ -164,7 +187,7 @@ class JsonCallsParser(ToolCallParser):
         return False
 
     def _not_a_call(self) -> bool:
-        self._emit_text(self._marker + self._raw)
+        self._emit_text(self._marker + self._raw.take())
         self._marker = ""
         self._state = self._text
         return True
@@ -186,10 +209,12 @@ class HermesParser(JsonCallsParser):
         return self._open()
 
     def _between(self, final: bool) -> bool:
-        text = self._pending.lstrip()
+        self._hold_blanks()
+        text = self._pending
         if not final and self.closing.startswith(text) and text != self.closing:
             return False
         if text.startswith(self.closing):
+            self._blanks.take()
             self._pending = text[len(self.closing) :]
         self._state = self._text
         return True
@@ -209,10 +234,12 @@ class Llama3JsonParser(JsonCallsParser):
     ) -> None:
         super().__init__(known, new_id)
         self._state = self._beginning
+        self._before = ""  # blanks before a separator
 
     def _beginning(self, final: bool) -> bool:
-        first = self._pending.lstrip()[:1]
+        first = self._hold_blanks()
         if first == "{":
+            self._marker = self._blanks.take()
             return self._open()
         if first or final:
             self._state = self._text
@@ -226,19 +253,28 @@ class Llama3JsonParser(JsonCallsParser):
         return name in self.known
 
     def _between(self, final: bool) -> bool:
-        separator = self._pending.lstrip()[:1]
-        if separator and separator in ";,":
-            rest = self._pending.lstrip()[1:]
-            if not rest.strip() and not final:
-                return False
-            if rest.lstrip().startswith("{"):
-                self._pending, self._marker = rest, separator
-                return self._open()
-        elif separator == "{":
-            self._marker = ""
-            return self._open()
-        elif not separator and not final:
+        first = self._hold_blanks()
+        if not first and not final:
             return False
+        if first == "{":
+            self._marker = self._blanks.take()
+            return self._open()
+        if first and first in ";,":
+            self._before, self._marker = self._blanks.take(), first
+            self._pending = self._pending[1:]
+            self._state = self._after_separator
+        else:
+            self._state = self._text
+        return True
+
+    def _after_separator(self, final: bool) -> bool:
+        first = self._hold_blanks()
+        if not first and not final:
+            return False
+        self._marker += self._blanks.take()
+        if first == "{":
+            return self._open()
+        self._pending = self._before + self._marker + self._pending
         self._state = self._text
         return True
 
@@ -250,11 +286,12 @@ class MistralParser(JsonCallsParser):
     markers = ("[TOOL_CALLS]",)
 
     def _after_marker(self, final: bool) -> bool:
-        first = self._pending.lstrip()[:1]
+        first = self._hold_blanks()
         if not first and not final:
             return False
+        self._marker += self._blanks.take()
         if first == "[":
-            self._pending = self._pending.lstrip()[1:]
+            self._pending = self._pending[1:]
             self._marker += "["
             return self._open()
         if first == "{":
@@ -263,12 +300,9 @@ class MistralParser(JsonCallsParser):
         return True
 
     def _named(self, final: bool) -> bool:
-        at = self._pending.find("{")
+        at = self._pending.find("{", 0, _MOST_HEAD)
         if at < 0:
-            if final:
-                self._raw, self._pending = self._pending, ""
-                return self._not_a_call()
-            return False
+            return self._not_a_call() if final or len(self._pending) >= _MOST_HEAD else False
         name = self._pending[:at].split("[", 1)[0].strip()
         self._pending = self._pending[at:]
         self._index = self._start_call(name)
@@ -277,17 +311,18 @@ class MistralParser(JsonCallsParser):
         return True
 
     def _bare_arguments(self, final: bool) -> bool:
-        text = self._pending
-        for at, character in enumerate(text, 1):
-            self._nesting.step(character)
-            if self._nesting.depth == 0:
-                self._emit_arguments(self._index, text[:at])
-                self._pending = text[at:]
-                self._state = self._text
-                return True
-        self._emit_arguments(self._index, text)
-        self._pending = ""
-        return False
+        nesting, text, at = self._nesting, self._pending, 0
+        while at < len(text):
+            at = nesting.plain(text, at)
+            if at < len(text):
+                nesting.step(text[at])
+                at += 1
+                if nesting.depth == 0:
+                    self._state = self._text
+                    break
+        self._emit_arguments(self._index, text[:at])
+        self._pending = text[at:]
+        return nesting.depth == 0
 
     def _between(self, final: bool) -> bool:
         following = self._skip(string.whitespace + ",")

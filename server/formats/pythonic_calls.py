@@ -9,15 +9,19 @@ import string
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from server.formats.tool_parser import Nesting, ToolCallParser, openai_call_id
+from server.formats.scanning import Held, Nesting
+from server.formats.tool_parser import ToolCallParser, openai_call_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # Looked for again with each piece of text, so names and blanks have an end.
 _NAME, _BLANKS = r"[A-Za-z_][\w.-]{0,255}", r"\s{0,255}"
 _CALL_HEAD = re.compile(rf"{_BLANKS}({_NAME}){_BLANKS}\(")
 _KEY = re.compile(rf"{_BLANKS}({_NAME}){_BLANKS}=(?=[^=])")
+_MOST_KEY = 1024  # characters that a key and what is around it may have
+# Reading a Python literal takes 3 us an item, on the event loop; reading JSON a tenth of that.
+_MOST_ITEMS = 5000
 _CALL_HEAD_BEGUN = re.compile(rf"{_BLANKS}({_NAME}{_BLANKS})?")
 
 
@@ -39,18 +43,19 @@ class PythonicParser(ToolCallParser):
         self._index = -1  # of the call that is being read, once it is sure to be one
         self._name = ""
         self._raw = ""  # what was read of it, to be text if it is none
-        self._argument = ""  # so far
+        self._argument = Held()  # so far
+        self._beginning_of_it = ""  # in which its key is, if it has one
         self._given = 0
-        self._free: list[str] = []  # parameters without a value
-        self._nesting = Nesting()
+        self._valued: set[str] = set()  # parameters that have a value
+        self._free: Iterator[str] = iter(())  # parameters in order, from the first that had none on
+        self._nesting = _nesting()
 
     def _beginning(self, final: bool) -> bool:
-        first = self._pending.lstrip()[:1]
+        first = self._hold_blanks()
         if not first and not final:
             return False
         if first == "[":
-            at = self._pending.index("[") + 1
-            self._raw, self._pending = self._pending[:at], self._pending[at:]
+            self._raw, self._pending = self._blanks.take() + "[", self._pending[1:]
             self._state = self._head
         else:
             self._state = self._text
@@ -65,8 +70,8 @@ class PythonicParser(ToolCallParser):
             self._pending = self._pending[head.end() :]
             self._raw += head[0]
             self._index, self._name = -1, head[1]
-            self._free = list(self.known.get(head[1], ()))
-            self._argument, self._given, self._nesting = "", 0, Nesting("\"'")
+            self._free, self._valued = iter(self.known.get(head[1], ())), set()
+            self._given, self._nesting = 0, _nesting()
             self._state = self._arguments
             return True
         if not head and not final and _CALL_HEAD_BEGUN.fullmatch(self._pending):
@@ -74,30 +79,40 @@ class PythonicParser(ToolCallParser):
         return self._not_a_call()
 
     def _not_a_call(self) -> bool:
-        self._emit_text(self._marker + self._raw + self._argument)
-        self._marker = self._raw = self._argument = ""
+        self._emit_text(self._marker + self._raw + self._argument.take())
+        self._marker = self._raw = ""
         self._state = self._text
         return True
 
     def _arguments(self, final: bool) -> bool:
-        nesting = self._nesting
-        for at, character in enumerate(self._pending):
-            top = nesting.depth == 0 and not nesting.quote
-            if top and character in ",)":
-                self._pending = self._pending[at:]
-                return self._end_argument()
-            nesting.step(character)
-            self._argument += character
-            if self._index < 0 and _KEY.match(self._argument):
-                self._index = self._start_call(self._name)
-        self._pending = ""
+        nesting, text, at = self._nesting, self._pending, 0
+        while at < len(text):
+            at = nesting.plain(text, at)
+            if at < len(text):
+                if nesting.depth == 0 and not nesting.quote and text[at] in ",)":
+                    break
+                nesting.step(text[at])
+                at += 1
+        self._add_to_argument(text[:at])
+        self._pending = text[at:]
+        if self._pending:
+            return self._end_argument()
         return self._not_a_call() if final and self._index < 0 else False
+
+    def _add_to_argument(self, text: str) -> None:
+        self._argument.add(text)
+        if len(self._beginning_of_it) < _MOST_KEY:
+            self._beginning_of_it = (self._beginning_of_it + text)[:_MOST_KEY]
+            if self._index < 0 and _KEY.match(self._beginning_of_it):
+                self._index = self._start_call(self._name)
 
     def _end_argument(self) -> bool:
         """Takes the argument before a comma or the closing bracket, which is next."""
-        key, value = self._key_and_value()
+        argument, self._beginning_of_it = self._argument.take(), ""
+        key, value = self._key_and_value(argument)
         if self._index < 0:
             if value and key is None:
+                self._argument.add(argument)
                 return self._not_a_call()
             self._index = self._start_call(self._name)
         if value:
@@ -106,24 +121,26 @@ class PythonicParser(ToolCallParser):
             # Without a key it is no JSON: better than arguments in which a value is missing.
             item = "" if key is None else json.dumps(key) + ": "
             self._emit_arguments(self._index, opening + item + _python_value(value))
-        self._argument = ""
         character, self._pending = self._pending[0], self._pending[1:]
         if character == ")":
             self._emit_arguments(self._index, "}" if self._given else "{}")
             self._state = self._between
         return True
 
-    def _key_and_value(self) -> tuple[str | None, str]:
+    def _key_and_value(self, argument: str) -> tuple[str | None, str]:
         """An argument's key, None where it has none, and its value as it was written."""
-        found = _KEY.match(self._argument)
+        found = _KEY.match(argument)
         if found:
-            key, value = found[1], self._argument[found.end() :]
+            key, value = found[1], argument[found.end() :]
         else:
-            value = self._argument.strip()
-            key = self._free[0] if self._free and not value.startswith("*") else None
-        if key in self._free:
-            self._free.remove(key)
+            value = argument.strip()
+            key = None if value.startswith("*") else self._next_free()
+        if key is not None:
+            self._valued.add(key)
         return key, value
+
+    def _next_free(self) -> str | None:
+        return next((name for name in self._free if name not in self._valued), None)
 
     def _between(self, final: bool) -> bool:
         following = self._skip(string.whitespace)
@@ -136,14 +153,34 @@ class PythonicParser(ToolCallParser):
         return True
 
 
+def _nesting() -> Nesting:
+    return Nesting("\"'", separators=",")
+
+
 def _python_value(source: str) -> str:
     """A Python or JSON literal as JSON text; what is neither becomes a string."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # odd escapes are the model's, not ours
-            node = ast.parse(source.strip(), mode="eval").body
-        return json.dumps(_literal(node), ensure_ascii=False)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return json.dumps(source.strip(), ensure_ascii=False)
+    text = source.strip()
+    for read in (_json_literal, _python_literal):
+        try:
+            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_literal(text: str) -> Any:
+    return json.loads(text, parse_constant=_no_json)
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _python_literal(text: str) -> Any:
+    if text.count(",") > _MOST_ITEMS:
+        raise ValueError("too long to be read at once")
+    with warnings.catch_warnings(action="ignore"):  # odd escapes are the model's, not ours
+        return _literal(ast.parse(text, mode="eval").body)
 
 
 _JSON_NAMES = {"true": True, "false": False, "null": None}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from runtime.errors import ConfigError
+from server.formats.scanning import Held
 from server.text.marks import Marks
 
 
@@ -62,6 +63,7 @@ class ReasoningParser:
     def __init__(self, family: ReasoningFamily, prompt: str = "", begun: str = "") -> None:
         self.family = family
         self._end = Marks((family.end,))
+        self._blanks = Held()  # before what is pending: of the reasoning only if more of it comes
         self._pending = ""
         self._begun = False  # something of the reasoning but blanks has come
         self._where = _Where.BEFORE
@@ -111,27 +113,38 @@ class ReasoningParser:
     def _begin(self, final: bool) -> bool:
         """Decides where the text begins; False while that is open."""
         text, start = self._pending.lstrip(), self.family.start
+        self._blanks.add(self._pending[: len(self._pending) - len(text)])
+        self._pending = text
         if not final and start.startswith(text) and text != start:
             return False
         if text.startswith(start):
+            self._blanks.take()
             self._pending = text[len(start) :]
             self._where = _Where.REASONING
+        elif self.starts_inside:
+            self._blanks.take()
+            self._where = _Where.REASONING
         else:
-            self._where = _Where.REASONING if self.starts_inside else _Where.ANSWER
+            self._pending = self._blanks.take() + text
+            self._where = _Where.ANSWER
         return True
 
     def _reasoning(self, final: bool) -> str:
         text, end = self._pending, self.family.end
         if not self._begun:
-            text = self._pending = text.lstrip()
+            text = text.lstrip()
             self._begun = bool(text)
         at = text.find(end)
         if at >= 0:
             self._where = _Where.GAP
             self._pending = text[at + len(end) :]
-            return text[:at].rstrip()
+            said = text[:at].rstrip()
+            blanks = self._blanks.take()
+            return blanks + said if said else ""
         kept = len(text) - (0 if final else self._end.undecided(text))
         # Blanks before the end mark are not part of the reasoning.
-        out = text[:kept].rstrip()
-        self._pending = "" if final else text[len(out) :]
-        return out
+        said = text[:kept].rstrip()
+        blanks = self._blanks.take() if said else ""
+        self._blanks.add(text[len(said) : kept])
+        self._pending = text[kept:]
+        return blanks + said

@@ -2,6 +2,10 @@
 
 A parser takes text in pieces of any size and gives events; whole answers are fed at once, so that
 streamed and whole answers cannot differ. Text that turns out to be no call is given as text.
+
+The time it takes grows with the text's length, not with its square: a model may write blanks, or a
+call without an end, as long as its context is. So `_pending`, which is looked at again with each
+piece, has a bound between two pieces, and what is longer is held aside and joined once.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import string
 from typing import TYPE_CHECKING
 
 from server.formats.events import CallArguments, CallStart, Text
+from server.formats.scanning import Held
 from server.text.marks import Marks
 
 if TYPE_CHECKING:
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
 
 
 CALL_ID_CHARACTERS = string.ascii_letters + string.digits
+# Longer pieces are read in slices, since each call in one cuts what is left of it.
+_SLICE = 4096
 
 
 def openai_call_id() -> str:
@@ -41,7 +48,7 @@ class ToolCallParser:
     """Text with a marker before each call, or run of calls.
 
     A state is a method that uses up some of `_pending` and says whether the next state has
-    something to do.
+    something to do. `_blanks` stand before `_pending`, and belong to whatever comes to be there.
 
     Args:
         known: the tools that were offered, each with its parameters' names in order.
@@ -60,6 +67,7 @@ class ToolCallParser:
         self.known = known
         self.calls = 0
         self._new_id = new_id
+        self._blanks = Held()
         self._pending = ""
         self._events: list[Event] = []
         self._marker = ""
@@ -67,9 +75,10 @@ class ToolCallParser:
 
     def feed(self, text: str) -> list[Event]:
         """The events that this piece of text completes."""
-        self._pending += text
-        while self._pending and self._state(False):
-            pass
+        for begin in range(0, len(text), _SLICE):
+            self._pending += text[begin : begin + _SLICE]
+            while self._pending and self._state(False):
+                pass
         return self._taken()
 
     def finish(self) -> list[Event]:
@@ -88,20 +97,22 @@ class ToolCallParser:
         text = self._pending
         found = [(at, -len(m), m) for m in self.markers if (at := text.find(m)) >= 0]
         if found:
-            at, _, self._marker = min(found)
+            at, _, marker = min(found)
             before = text[:at].rstrip()
-            self._emit_text(before)
-            self._marker = text[len(before) : at] + self._marker  # text after all, if no call comes
-            self._pending = text[at:].removeprefix(self._marker.lstrip())
+            self._emit_after_blanks(before)
+            # Text after all, if no call comes.
+            self._marker = self._blanks.take() + text[len(before) : at] + marker
+            self._pending = text[at + len(marker) :]
             self._state = self._after_marker
             return True
         # Blanks before a call belong to neither; what may become a marker waits.
         kept = len(text) - (0 if final else self._marks.undecided(text))
-        stripped = text[:kept].rstrip()
-        if final:
-            stripped = stripped if self.calls else text
-        self._emit_text(stripped)
-        self._pending = "" if final else text[len(stripped) :]
+        said = text[:kept] if final and not self.calls else text[:kept].rstrip()
+        self._emit_after_blanks(said)
+        self._blanks.add(text[len(said) : kept])
+        self._pending = text[kept:]
+        if final and not self.calls:
+            self._emit_text(self._blanks.take())
         return False
 
     def _after_marker(self, final: bool) -> bool:
@@ -113,6 +124,17 @@ class ToolCallParser:
         """Drops such characters; the next one, or "" when there is none yet."""
         self._pending = self._pending.lstrip(characters)
         return self._pending[:1]
+
+    def _hold_blanks(self) -> str:
+        """Sets blanks aside; the character after them, or "" when there is none yet."""
+        text = self._pending.lstrip()
+        self._blanks.add(self._pending[: len(self._pending) - len(text)])
+        self._pending = text
+        return text[:1]
+
+    def _emit_after_blanks(self, text: str) -> None:
+        if text:
+            self._emit_text(self._blanks.take() + text)
 
     def _emit_text(self, text: str) -> None:
         if text:
@@ -126,28 +148,3 @@ class ToolCallParser:
     def _emit_arguments(self, index: int, text: str) -> None:
         if text:
             self._events.append(CallArguments(index, text))
-
-
-class Nesting:
-    """How deep inside brackets, and whether inside a string, a text is.
-
-    Args: quotes: characters that open a string, which the same character closes.
-    """
-
-    def __init__(self, quotes: str = '"') -> None:
-        self.depth = 0
-        self.quote = ""
-        self._quotes = quotes
-        self._escaped = False
-
-    def step(self, c: str) -> None:
-        if self.quote:
-            if c == self.quote and not self._escaped:
-                self.quote = ""
-            self._escaped = c == "\\" and not self._escaped
-        elif c in self._quotes:
-            self.quote = c
-        elif c in "{[(":
-            self.depth += 1
-        elif c in "}])":
-            self.depth -= 1

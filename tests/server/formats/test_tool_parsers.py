@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
+import json
 from typing import Any
 
 import pytest
@@ -43,6 +43,9 @@ CASES = [
      '<tool_call>{"name": 5, "arguments": {}}</tool_call>', []),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"é": "日本 🙂"}}</tool_call>', "",
      [("f", '{"é": "日本 🙂"}')]),
+    (HERMES, '<tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>', "<tool_call>",
+     [("g", "{}")]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {}]<b>', "<b>", [("f", "{}]")]),
     (LLAMA, '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
     (LLAMA, '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "",
      [("f", '{"a": 1}'), ("g", "{}")]),
@@ -52,6 +55,8 @@ CASES = [
     (LLAMA, ' {"x": 1}', ' {"x": 1}', []),
     (LLAMA, 'see {"name": "f"}', 'see {"name": "f"}', []),
     (LLAMA, '{"name": "f", "parameters": {}} tail; text', " tail; text", [("f", "{}")]),
+    (LLAMA, '{"name": "f", "parameters": {}} ; text', " ; text", [("f", "{}")]),
+    (LLAMA, '{"name": "f", "parameters": {}} ; ', " ;", [("f", "{}")]),
     (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
      "", [("f", '{"a": 1}'), ("g", "{}")]),
     (MISTRAL, 'Hi [TOOL_CALLS] [{"name": "f", "arguments": {}}]', "Hi", [("f", "{}")]),
@@ -59,6 +64,7 @@ CASES = [
      [("f", '{"a": {"b": "}"}}'), ("g", "{}")]),
     (MISTRAL, '[TOOL_CALLS]g[CALL_ID]abc[ARGS]{"x": 1}', "", [("g", '{"x": 1}')]),
     (MISTRAL, "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
+    (MISTRAL, "[TOOL_CALLS]  [1, 2]", "[TOOL_CALLS]  [1, 2]", []),
     (MISTRAL, "[TOOL_CALLS][1, 2]", "[TOOL_CALLS][1, 2]", []),
     (GraniteParser, 'Hm. <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "Hm.",
      [("f", '{"a": 1}')]),
@@ -141,12 +147,28 @@ def test_call_ids_are_of_each_family_own_form():
     assert all(len(one) == 9 and one.isalnum() for one in (mistral_call_id() for _ in range(100)))
 
 
-@pytest.mark.parametrize("text", ["[" + "x" * 100_000, "[f(" + "x" * 100_000, "[f" + " " * 100_000])
-def test_a_pythonic_call_whose_name_or_key_has_no_end_takes_no_longer_for_it(text):
-    """Each piece was looked at from the beginning: 2 ms a token at this length, 40 s in all."""
-    parser = PythonicParser(KNOWN)
-    started = time.process_time()
-    events = [event for i in range(0, len(text), 4) for event in parser.feed(text[i : i + 4])]
-    events += parser.finish()
-    assert time.process_time() - started < 10
-    assert "".join(event.text for event in events if isinstance(event, Text)) == text
+def test_what_goes_on_too_long_to_be_a_name_is_text():
+    text = "[TOOL_CALLS] " + "n" * 2000
+    call = '[TOOL_CALLS]f{"a": 1}'
+    for pieces in ([text + " " + call], list(text + " " + call), [text, call]):
+        assert parse(MISTRAL, pieces) == (text, [("f", '{"a": 1}')])
+
+
+def test_a_number_that_json_does_not_have_is_text():
+    assert parse(PYTHONIC, ["[f(a=1e999, b=[1e999])]"]) == (
+        "",
+        [("f", '{"a": "1e999", "b": "[1e999]"}')],
+    )
+
+
+def test_a_value_that_is_a_long_list_is_json_still():
+    text = "[" + ", ".join(map(str, range(50_000))) + "]"
+    _, [(name, arguments)] = parse(PYTHONIC, [f"[f(a={text}, b=[True, 'x'])]"])
+    assert name == "f"
+    assert json.loads(arguments) == {"a": list(range(50_000)), "b": [True, "x"]}
+
+
+@pytest.mark.parametrize("parser", [HERMES, LLAMA, MISTRAL])
+def test_a_name_that_is_nested_deeply_is_none(parser):
+    text = parser.markers[0] + '{"name": ' + "[" * 100_000 + "]" * 100_000 + ', "x": 1}'
+    assert parse(parser, [text]) == (text, [])
