@@ -20,7 +20,7 @@ from runtime.simulation.virtual_clock import VirtualClock
 from runtime.simulation.workloads import EOS_TOKEN_ID, Arrival
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Plan
@@ -48,6 +48,16 @@ class Schedules(Protocol):
     def statistics(self) -> SchedulerStatistics: ...
 
 
+class Watches(Protocol):
+    """Looks on while a simulation runs; changes nothing."""
+
+    def launched(self, batch: ScheduleBatch) -> None:
+        """A step was launched, and no pass has been made since it was planned."""
+
+    def ended(self, request: Request) -> None:
+        """A request has given its last output."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostCost:
     """Seconds of host work in a turn of the loop: planning, committing, delivering."""
@@ -62,7 +72,7 @@ class RequestStats:
 
     Args:
         first_s, last_s: time of the first and the last token; -1 while there is none.
-        longest_gap_s: between two of its tokens.
+        longest_gap_s: between two of its tokens; gap_end_s: when that one ended, -1 without.
     """
 
     request_id: str
@@ -72,6 +82,7 @@ class RequestStats:
     last_s: float = -1.0
     tokens: int = 0
     longest_gap_s: float = 0.0
+    gap_end_s: float = -1.0
     cached_tokens: int = 0
     retractions: int = 0
     finish: Finish | None = None
@@ -88,11 +99,14 @@ class RequestStats:
 
 @dataclass(slots=True)
 class StepStats:
-    """The steps that ran, as parallel columns; kinds are "prefill", "decode" and "mixed"."""
+    """The steps that ran, as parallel columns; kinds are "prefill", "decode" and "mixed". starts_s
+    is when the device began."""
 
     kinds: list[str] = field(default_factory=list)
+    starts_s: array[float] = field(default_factory=lambda: array("d"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
     prefill_tokens: array[int] = field(default_factory=lambda: array("i"))
+    prefill_rows: array[int] = field(default_factory=lambda: array("i"))
     rows: array[int] = field(default_factory=lambda: array("i"))
 
 
@@ -132,18 +146,21 @@ class Simulator:
         *,
         overlap: bool = True,
         host: HostCost | None = None,
+        watch: Watches | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self._scheduler = scheduler
         self._timer = timer
         self._overlap = overlap
         self._host = host or HostCost()
+        self._watch = watch
         self._device_free_s = 0.0
         self._busy_s = 0.0
         self._steps = StepStats()
         self._gaps = array("d")
         self._stats: dict[str, RequestStats] = {}
         self._refused: dict[str, str] = {}
+        self.ended = 0  # requests, refused ones too
         self._script: dict[str, Arrival] = {}
         # Output index at which the request in a table row ends by itself, -1: never.
         self._stop_at: dict[int, int] = {}
@@ -156,6 +173,15 @@ class Simulator:
         """Serves the arrivals (in order of time) until every one of them has ended.
 
         Raises: LoomserveError: the scheduler makes no progress though requests wait."""
+        for _ in self.turns(arrivals):
+            pass
+        return self.result()
+
+    def turns(self, arrivals: Sequence[Arrival]) -> Iterator[None]:
+        """As `run`, but stands still after every turn of the loop, for a caller that has more to do
+        than to wait; at the end there is a `result`.
+
+        Raises: as `run`."""
         self._arrivals = arrivals
         in_flight: _Launched | None = None
         while True:
@@ -171,7 +197,7 @@ class Simulator:
                 self._commit(launched)
                 launched = None
             in_flight = launched
-        return self._result()
+            yield
 
     def _advance(self, time_s: float) -> None:
         """Goes on to a time; whatever arrives or leaves by then does so in its order."""
@@ -210,6 +236,7 @@ class Simulator:
             displaced = self._scheduler.add(request, self.clock.now)
         except LoomserveError as error:
             self._refused[arrival.request_id] = str(error)
+            self.ended += 1
             return
         self._script[arrival.request_id] = arrival
         self._stats[arrival.request_id] = RequestStats(
@@ -231,9 +258,13 @@ class Simulator:
         self._busy_s += seconds
         steps = self._steps
         steps.kinds.append(batch.kind)
+        steps.starts_s.append(self._device_free_s - seconds)
         steps.seconds.append(seconds)
         steps.prefill_tokens.append(work.prefill_tokens)
+        steps.prefill_rows.append(batch.num_prefill)
         steps.rows.append(len(batch.rows))
+        if self._watch is not None:
+            self._watch.launched(batch)
         output = StepOutput(self._sample(batch), device_s=seconds)
         return _Launched(batch, output, self._device_free_s)
 
@@ -278,6 +309,7 @@ class Simulator:
                     gaps.append(gap)
                     if gap > record.longest_gap_s:
                         record.longest_gap_s = gap
+                        record.gap_end_s = now
                 else:
                     record.first_s = now
                 record.tokens += count
@@ -286,6 +318,9 @@ class Simulator:
                 record.finish = output.finish
                 record.cached_tokens = request.cached_tokens
                 record.retractions = request.retractions
+                self.ended += 1
+                if self._watch is not None:
+                    self._watch.ended(request)
 
     def _wait(self, reason: str) -> bool:
         """Jumps to the next event when nothing runs; False: there is none, all is done."""
@@ -304,7 +339,13 @@ class Simulator:
         self._advance(max(min(pending), self.clock.now))
         return True
 
-    def _result(self) -> SimulationResult:
+    @property
+    def steps(self) -> int:
+        """Steps launched so far."""
+        return len(self._steps.kinds)
+
+    def result(self) -> SimulationResult:
+        """What happened until now; complete after the last turn."""
         start_s = self._arrivals[0].arrival_s if self._arrivals else 0.0
         return SimulationResult(
             requests=list(self._stats.values()),
