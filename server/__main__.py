@@ -1,5 +1,5 @@
 """`loomserve serve OPTIONS` and `python -m server OPTIONS`: the same options, one entry. Also
-`loomserve fleet`, which starts several of them."""
+`loomserve fleet`, which starts several of them, and `loomserve fetch-pyodide`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: loomserve serve [OPTIONS]
        loomserve fleet --replicas N [OPTIONS]
+       loomserve fetch-pyodide [OPTIONS]
 
 Options are listed by: loomserve serve --help
 """
@@ -30,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from server.fleet.supervisor import run_fleet
 
         return run_fleet(fleet)
+    if words and words[0] == "fetch-pyodide":
+        config = parse_args(words[1:], "loomserve fetch-pyodide")
+        from server.simulator_files import run_fetch
+
+        return run_fetch(config)
     if words and words[0] == "serve":
         config = parse_args(words[1:], "loomserve serve")
     elif as_module or (words and words[0] not in ("-h", "--help")):

@@ -17,6 +17,7 @@ from server.api import (
     page,
     responses,
     routing,
+    simulator,
     tokens,
 )
 from server.api.docs import pages as docs
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 PROTOCOLS = (
     *(chat, completions, responses, messages, generate, models, tokens, routing, admin, docs),
-    *(live, page),
+    *(live, page, simulator),
 )
 
 

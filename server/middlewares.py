@@ -34,7 +34,8 @@ access = logging.getLogger("loomserve.access")
 
 # Probes and scrapers carry no key, and must be answered while the server drains. The page's files
 # hold nothing of this server's.
-OPEN_PATHS = ("/health", "/live", "/ready", "/ping", "/metrics", "/")
+OPEN_PATHS = ("/health", "/live", "/ready", "/ping", "/metrics", "/", "/simulator")
+OPEN_FOLDERS = ("/page/", "/simulator/")
 EXPOSED_HEADERS = ("X-Request-Id", "Retry-After", IGNORED_HEADER)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -125,7 +126,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     check_version(request)
     if is_preflight(request):
         return web.Response(status=204)
-    if request.path not in OPEN_PATHS and not request.path.startswith("/page/"):
+    if request.path not in OPEN_PATHS and not request.path.startswith(OPEN_FOLDERS):
         check_key(request, service.config.api_key)
         if service.draining and request.method == "POST":
             raise Draining

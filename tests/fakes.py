@@ -144,6 +144,7 @@ def make_fake_service(
     scheduler: dict[str, Any] | None = None,
     context_length: int = 2048,
     defaults: SamplingDefaults | None = None,
+    device: RunnerConfig | None = None,
     **options: Any,
 ) -> Service:
     """A service on a simulated runner. scheduler, options: fields of the two configs."""
@@ -155,7 +156,7 @@ def make_fake_service(
         eos_token_ids=frozenset({IM_END}),
         **{"max_running_requests": 16, "chunked_prefill_size": 64, **(scheduler or {})},
     )
-    server_config = ServerConfig(runner=RunnerConfig(), port=0, **options)
+    server_config = ServerConfig(runner=device or RunnerConfig(), port=0, **options)
     parts = Parts(runner, Scheduler(config), tokenizer, MODEL, defaults or SamplingDefaults())
     return make_service(server_config, parts)
 

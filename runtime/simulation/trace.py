@@ -91,7 +91,7 @@ class TraceWriter:
         self._file: TextIO | None = None
         try:
             self._file = open(path, "w", encoding="utf-8", opener=_open_private)  # noqa: SIM115
-            self._append({"event": "options", "version": VERSION, "options": config_record(config)})
+            self._append(head_event(config))
         except OSError as error:
             self.close()
             raise ConfigError(f"record {path}: cannot be written: {error}") from error
@@ -182,8 +182,10 @@ def _parse(lines: Iterator[str], path: Path) -> Iterator[tuple[int, Event]]:
         yield number, event
 
 
-def config_record(config: SchedulerConfig) -> dict[str, Any]:
-    return {**asdict(config), "eos_token_ids": sorted(config.eos_token_ids)}
+def head_event(config: SchedulerConfig) -> Event:
+    """The first line of a trace."""
+    options = {**asdict(config), "eos_token_ids": sorted(config.eos_token_ids)}
+    return {"event": "options", "version": VERSION, "options": options}
 
 
 def config_from(record: dict[str, Any], overrides: dict[str, Any] | None = None) -> SchedulerConfig:

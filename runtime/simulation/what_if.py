@@ -22,7 +22,7 @@ from runtime.simulation.observation import Observation
 from runtime.simulation.recorder import RecordingScheduler
 from runtime.simulation.run_report import run_report
 from runtime.simulation.simulator import HostCost, Simulator
-from runtime.simulation.trace import config_from, parse_override, read_trace, to_line
+from runtime.simulation.trace import config_from, head_event, parse_override, read_trace, to_line
 from runtime.simulation.workloads import Arrival, Workload, in_order
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ class Session:
     def advance(self, steps: int) -> str:
         """Goes on with the run, until so many more steps are launched or all is served.
 
-        Returns: {"done": …, "steps": …, "ended": …, "simulated_s": …}, once done with "report"."""
+        Returns: {"done": …, "steps": …, "ended": …, "requests": …, "simulated_s": …}, of which
+            "ended" is of all "requests"; once done with "report"."""
         return _answer(self._advance, json.dumps(steps))
 
     def _open(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +149,7 @@ class Session:
         return {"requests": len(self._load.arrivals)}
 
     def _advance(self, steps: int) -> dict[str, Any]:
-        if self._run is None:
+        if self._run is None or self._load is None:
             raise ConfigError("there is no run to go on with")
         done = self._run.advance(steps)
         simulator = self._run.simulator
@@ -156,6 +157,7 @@ class Session:
             "done": done,
             "steps": simulator.steps,
             "ended": simulator.ended,
+            "requests": len(self._load.arrivals),
             "simulated_s": simulator.clock.now,
         }
         if done:
@@ -184,30 +186,33 @@ def read_options(texts: dict[str, Any]) -> dict[str, Any]:
     return dict(parse_override(f"{name}={text}") for name, text in texts.items())
 
 
-def decisions(record: dict[str, Any]) -> str:
-    """Every call and decision of the scheduler in one run, as a trace has them: what must be the
-    same to the byte wherever Python runs.
+def decisions(text: str) -> str:
+    """A run as a trace: every call and decision of the scheduler, which must be the same to the
+    byte wherever Python runs.
 
-    Args: record: of `Session.load` and of `Session.start` in one."""
+    Args: text: what `Session.load` and `Session.start` take, in one.
+    Raises: ConfigError: as they tell."""
+    record = json.loads(text)
     load = open_load(record)
-    lines: list[str] = []
     options = read_options(record.get("options", {}))
     config = config_of(load.machine, options)
-    scheduler = RecordingScheduler(config, _Lines(lines))
+    lines = _Lines()
+    lines.write(head_event(config))
+    scheduler = RecordingScheduler(config, lines)
     run = ObservedRun(load.machine, load.arrivals, options, scheduler=scheduler)
     while not run.advance(1000):
         pass
-    return "".join(lines)
+    return "".join(lines.lines)
 
 
 class _Lines:
     """Takes the events of a recording scheduler as lines of text."""
 
-    def __init__(self, lines: list[str]) -> None:
-        self._lines = lines
+    def __init__(self) -> None:
+        self.lines: list[str] = []
 
     def write(self, event: Event) -> None:
-        self._lines.append(to_line(event) + "\n")
+        self.lines.append(to_line(event) + "\n")
 
     def close(self) -> None:
         """Nothing to close."""

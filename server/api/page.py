@@ -31,8 +31,12 @@ _POLICY = {
     "frame-ancestors": "'none'",
 }
 # What single files may do beyond that, by their path below FILES.
-_MORE_POLICY: dict[str, dict[str, str]] = {}
-_HEADERS = {
+_MORE_POLICY: dict[str, dict[str, str]] = {
+    "simulator/index.html": {"worker-src": "'self'"},
+    # A worker is ruled by the policy that it comes with itself.
+    "simulator/worker.js": {"script-src": "'self' 'wasm-unsafe-eval'"},
+}
+HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -49,20 +53,21 @@ def policy(name: str) -> str:
 
 async def index(request: web.Request) -> web.StreamResponse:
     """GET /: the page."""
-    return _answer("index.html")
+    return page_file("index.html")
 
 
 async def file(request: web.Request) -> web.StreamResponse:
     """GET /page/NAME: a file of it."""
-    return _answer(request.match_info["name"])
+    return page_file(request.match_info["name"])
 
 
-def _answer(name: str) -> web.StreamResponse:
+def page_file(name: str) -> web.StreamResponse:
+    """The answer that is a file of the page. Raises: web.HTTPNotFound."""
     path = FILES / name if _NAME.fullmatch(name) else FILES
     media = _MEDIA.get(path.suffix)
     if media is None or not path.is_file():
         raise web.HTTPNotFound
-    headers = _HEADERS | {"Content-Type": media, "Content-Security-Policy": policy(name)}
+    headers = HEADERS | {"Content-Type": media, "Content-Security-Policy": policy(name)}
     return web.FileResponse(path, headers=headers)
 
 

@@ -33,17 +33,18 @@ def browser() -> Iterator[Browser]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        _missing("playwright is not installed (pip install -e '.[test]')")
+        missing("playwright is not installed (pip install -e '.[test]')")
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
-        _missing("no Chromium on this machine (Debian: apt-get install chromium)")
+        missing("no Chromium on this machine (Debian: apt-get install chromium)")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
         yield chromium
         chromium.close()
 
 
-def _missing(what: str) -> NoReturn:
+def missing(what: str) -> NoReturn:
+    """Skips the test, or fails it where nothing may be missing."""
     if os.environ.get("LOOMSERVE_TEST_BROWSER") == "required":
         pytest.fail(what)
     pytest.skip(what)

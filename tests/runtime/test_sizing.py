@@ -13,7 +13,7 @@ from runtime.scheduling.scheduler import Scheduler
 from runtime.scheduling.step_time_model import MeasuredSteps, measure_steps
 from runtime.simulation.cost_model import CostModel, StepTimer, StepWork
 from runtime.simulation.simulator import SimulationResult, Simulator
-from runtime.simulation.trace import config_from, config_record
+from runtime.simulation.trace import config_from, head_event
 from runtime.simulation.workloads import Workload, in_order
 from runtime.sizing import describe_chunks, size_scheduler
 
@@ -144,7 +144,7 @@ def test_what_does_not_fit_what_was_derived_is_refused() -> None:
 def test_a_recorded_configuration_is_the_same_when_read() -> None:
     config = sized(SchedulerOptions())
     assert config.measured_steps
-    assert config_from(config_record(config)) == config
+    assert config_from(head_event(config)["options"]) == config
 
 
 @pytest.mark.parametrize(

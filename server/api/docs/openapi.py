@@ -99,6 +99,11 @@ ROUTES = (
     Route("GET", "/", "A page with a chat and a live view of the steps", media="text/html"),
     Route("GET", "/page/{name}", "A file of that page", media="text/javascript",
           parameters=(("name", "path", _TEXT),)),
+    Route("GET", "/simulator", "A page that runs the scheduler itself", media="text/html"),
+    Route("GET", "/simulator/setup", "Whether the page has what it runs on"),
+    Route("GET", "/simulator/pyodide/{name}", "A file of Python for browsers",
+          media="application/wasm", parameters=(("name", "path", _TEXT),)),
+    Route("GET", "/simulator/sources.zip", "The scheduler's sources", media="application/zip"),
     Route("GET", "/openapi.json", "This description", media="application/json"),
     Route("GET", "/docs", "This description, to read", media="text/html"),
 )  # fmt: skip

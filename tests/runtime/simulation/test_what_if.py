@@ -12,8 +12,10 @@ import pytest
 from runtime.config import SchedulerOptions
 from runtime.options import options_of
 from runtime.simulation.machines import machine
+from runtime.simulation.replay import replay
 from runtime.simulation.report import percentile, summarize
 from runtime.simulation.scenario import simulate
+from runtime.simulation.trace import config_from, read_trace
 from runtime.simulation.what_if import Session, decisions, open_load
 from runtime.simulation.workloads import Arrival, Workload, in_order
 
@@ -153,13 +155,15 @@ def test_described_options_are_all_of_the_scheduler_with_their_bounds() -> None:
     assert described["prefill_share"]["at_most"] == 0.9
 
 
-def test_decisions_are_those_of_the_run_and_the_same_each_time() -> None:
-    record = {**LOAD, "options": {"tpot_slo_ms": "60"}}
-    lines = decisions(record).splitlines()
-    assert lines == decisions(record).splitlines()
-    events = [json.loads(line)["event"] for line in lines]
-    assert events.count("add") == 32
-    assert events.count("commit") == sum(bool(json.loads(line).get("batch")) for line in lines)
+def test_decisions_are_a_trace_that_replays(tmp_path: Path) -> None:
+    text = decisions(json.dumps({**LOAD, "options": {"tpot_slo_ms": "60"}}))
+    (path := tmp_path / "trace.jsonl").write_text(text)
+    trace = read_trace(path)
+    assert trace.options["tpot_slo_ms"] == 60.0
+    again = replay(trace, config_from(trace.options))
+    assert again.difference is None
+    assert again.events == len(trace.events)
+    assert sum(event["event"] == "add" for _, event in trace.events) == 32
 
 
 @pytest.mark.parametrize(
