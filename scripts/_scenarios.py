@@ -1,7 +1,7 @@
 """The five situations of bench_cpu.py: each sends its requests and returns one record.
 
-A record is `_client.summarize`'s, with what the situation is about beside it: "floor_ratios" says
-how many times longer than its floor (_floors.py) the headline figure took.
+A record is `server.bench.figures.summarize`'s, with what the situation is about beside it:
+"floor_ratios" says how many times longer than its floor (_floors.py) the headline figure took.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from scripts._client import Answer, closed_loop, random_words, spread_ms, summarize
 from scripts._floors import Floors
+from server.bench.answer import Answer
+from server.bench.figures import spread_ms, summarize
+from server.bench.run import closed_loop
+from server.bench.words import random_words
 
 Ask = Callable[..., Awaitable[Answer]]
 Figures = dict[str, Any]

@@ -20,7 +20,7 @@ otherwise; int8 or int4 weights read less than the floor assumes.
 
 Greedy, `ignore_eos`, one token per word and chunk. Runs differ in seed, so that no run meets the
 prefix cache of another; the table shows medians over the runs with the smallest and largest value.
-The last line is JSON. What TTFT, ITL and TPOT mean stands at the head of _client.py.
+The last line is JSON. What TTFT, ITL and TPOT mean stands in server/bench/answer.py.
 """
 
 from __future__ import annotations
@@ -49,17 +49,13 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts._client import (
-    Answer,
-    Target,
-    ask,
-    closed_loop,
-    first_model,
-    open_session,
-    random_words,
-)
 from scripts._floors import Floors, Machine, ModelSize, measure_machine
 from scripts._scenarios import SCENARIOS
+from server.bench.answer import Answer
+from server.bench.client import ask, first_model, open_session
+from server.bench.run import closed_loop
+from server.bench.target import Target
+from server.bench.words import random_words
 
 ROOT = Path(__file__).resolve().parent.parent
 GREEDY = {"temperature": 0, "ignore_eos": True}

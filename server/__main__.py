@@ -1,5 +1,6 @@
 """`loomserve serve OPTIONS` and `python -m server OPTIONS`: the same options, one entry. Also
-`loomserve fleet`, which starts several of them, and `loomserve fetch-pyodide`."""
+`loomserve fleet`, which starts several of them, `loomserve bench`, which loads one, and
+`loomserve fetch-pyodide`."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ USAGE = """\
 usage: loomserve serve [OPTIONS]
        loomserve fleet --replicas N [OPTIONS]
        loomserve fetch-pyodide [OPTIONS]
+       loomserve bench --base-url URL [OPTIONS]
 
 Options are listed by: loomserve serve --help
 """
@@ -36,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from server.simulator_files import run_fetch
 
         return run_fetch(config)
+    if words and words[0] == "bench":
+        from server.bench.command import main as bench
+
+        return bench(words[1:])
     if words and words[0] == "serve":
         config = parse_args(words[1:], "loomserve serve")
     elif as_module or (words and words[0] not in ("-h", "--help")):

@@ -114,6 +114,7 @@ def test_server_imports_no_torch_and_reaches_execution_only_to_load():
 
 # The rooms of server/, from the ground up: a room may import those before it, and runtime.
 SERVER_ROOMS = (
+    "bench",
     "http",
     "text",
     "grammars",
@@ -139,6 +140,17 @@ def test_rooms_of_server_import_downwards_only():
             if top == "server" and other in floor and floor[other] > floor[room]:
                 wrong.append(f"{source}:{line}: {room} imports {module}")
     assert wrong == []
+
+
+def test_what_loads_a_server_shares_nothing_with_it():
+    """It would measure itself; and it starts without what a server needs."""
+    own, version = "server.bench", "server.version"
+    inside = files_of("server/bench/")
+    allowed = (own, version, "runtime.errors")
+    ours = offences(inside, lambda top, name: top in PACKAGES and not name.startswith(allowed))
+    assert ours == []
+    outside = [s for s in sources() if s not in (*inside, "server/__main__.py")]
+    assert offences(outside, lambda _, name: name.startswith(own)) == []
 
 
 def test_nothing_that_can_be_imported_is_named_by_a_circle():

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from scripts import _client as client
 from scripts import _floors as floors_module
 from scripts import bench_cpu
-from tests.scripts.fake_openai import FakeServer, serving
+from server.bench.target import Target
+from tests.server.bench.fake_openai import FakeServer, serving
 
 # 1 GB/s and 1 TFLOP/s; 1 MB of weights, 2 and 1 MFLOP a token, 10 flops a pair.
 FLOORS = floors_module.Floors(
@@ -41,7 +41,7 @@ async def scenario(key: str, together: int = 1):
 
     fake = FakeServer(hold)
     async with serving(fake) as url:
-        target = client.Target(url, "", extra=bench_cpu.GREEDY)
+        target = Target(url, "", extra=bench_cpu.GREEDY)
         results = await bench_cpu.run_scenarios(target, [key], 1, FLOORS)
     fake.bodies = fake.bodies[4:]  # the warm-up
     return fake, results[key]
@@ -100,7 +100,7 @@ async def test_a_stream_that_fails_does_not_hold_up_the_long_prompts():
     failed: list[dict] = []
     fake = FakeServer(fail_first)
     async with serving(fake) as url:
-        target = client.Target(url, "fake")
+        target = Target(url, "fake")
         results = await bench_cpu.run_scenarios(target, ["s3"], 1, FLOORS)
     assert results["s3"]["completed"] == 11
     assert sum(results["s3"]["errors"].values()) == 1
