@@ -37,7 +37,8 @@ _SHOWN_CHARACTERS = 80
 
 
 class _Short(reprlib.Repr):
-    """repr that looks at the first few items alone, however many there are."""
+    """repr that looks at the first few items alone, however many there are, and that names what
+    Python writes in another way than JSON as JSON does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +47,12 @@ class _Short(reprlib.Repr):
 
     def repr_str(self, value: str, level: int) -> str:
         return repr(value if len(value) <= self.maxstring else value[: self.maxstring] + "...")
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
 
     def repr_dict(self, value: dict[Any, Any], level: int) -> str:
         return super().repr_dict(dict(islice(value.items(), self.maxdict + 1)), level)
@@ -63,6 +70,11 @@ def shown(value: Any) -> str:
 def wrong(name: str, value: Any, allowed: str) -> InvalidRequest:
     """The error for a field whose value is not what is allowed."""
     return InvalidRequest(f"{name}: got {shown(value)}, must be {allowed}", param=name)
+
+
+def missing(name: str, allowed: str) -> InvalidRequest:
+    """The error for a field that must be there and is not, or is null."""
+    return InvalidRequest(f"{name}: is missing; must be {allowed}", param=name)
 
 
 class ContextTooLong(InvalidRequest):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.errors import wrong
+from runtime.errors import missing
 from server.api.fields.bodies import Body, Record, Tagged, ignored, refused, required, served
 from server.api.fields.kinds import Boolean, Checked, Choice, Either, Form, Items, JsonObject, Text
 
@@ -60,7 +60,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """What every message has. Other fields go to the chat template as they are."""
+    """What every message has. Other fields go to the chat template, which may read them."""
 
     open = True
     name = served(Text(), "who speaks")
@@ -91,7 +91,7 @@ class AssistantMessage(Message):
         """It may do without content where it calls tools, thinks or refuses."""
         said = (self.refusal, self.tool_calls, self.function_call, self.reasoning_content)
         if self.content is None and not any(said):
-            raise wrong(f"{where}.content", None, CONTENT.allowed(limits))
+            raise missing(f"{where}.content", CONTENT.allowed(limits))
 
 
 class ToolMessage(Message):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from runtime.errors import InvalidRequest
 from server.api.answers import answer
 from server.api.fields.bodies import Body, refused, served
-from server.api.fields.kinds import Boolean, Integer, JsonObject
+from server.api.fields.kinds import Boolean, Checked, Integer, JsonObject
 from server.api.incoming import beside
 from server.formats.conversation import parse_messages
 from server.formats.thinking_budget import ThinkingLimit
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from server.api.answers import Answer
+    from server.api.fields.kinds import Reading
     from server.formats.model_format import AnswerParser
     from server.formats.tools import ToolRequest
     from server.generation.generator import Generation
@@ -35,10 +36,24 @@ if TYPE_CHECKING:
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
+class TemplateVariables(Checked):
+    """An object whose values a chat template may read."""
+
+    def __init__(self) -> None:
+        super().__init__(JsonObject())
+
+    def read(self, value: Any, where: str, reading: Reading) -> dict[str, Any]:
+        found: dict[str, Any] = super().read(value, where, reading)
+        for name in found:
+            if name not in reading.template_words:
+                reading.note(f"{where}.{name}")
+        return found
+
+
 class TemplateFields(Body):
     """What rules how a chat template renders any conversation."""
 
-    chat_template_kwargs = served(JsonObject(), "further variables of the chat template")
+    chat_template_kwargs = served(TemplateVariables(), "further variables of the chat template")
     thinking_budget = served(
         Integer(-1),
         "tokens of the reasoning at most, where --reasoning-parser tells it apart; -1: no bound",

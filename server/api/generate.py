@@ -178,7 +178,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         request,
         prompts,
         params,
-        lambda generation: GenerateAnswer(generation, service, alone),
+        lambda generation: GenerateAnswer(generation, service, body.request_id, alone),
         prefix="gen",
         client_id=body.request_id,
     )
@@ -248,10 +248,16 @@ def _finish_body(finish: Finish | None, tokens: int) -> dict[str, Any] | None:
 
 
 class GenerateAnswer(Answer):
-    """The answer, streamed or whole. Args: single: one choice, which is not in a list."""
+    """The answer, streamed or whole.
 
-    def __init__(self, generation: Generation, service: Service, single: bool) -> None:
+    Args: name: what the client calls it, if anything; single: one choice, which is not in a list.
+    """
+
+    def __init__(
+        self, generation: Generation, service: Service, name: str | None, single: bool
+    ) -> None:
         super().__init__(generation, service)
+        self.id = name or self.id
         self._single = single
         self._started = time.perf_counter()
         self._choices = [_Choice(i, generation) for i in range(len(generation.requests))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import zlib
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -25,7 +26,7 @@ from server.text.json_bounds import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from server.generation.params import ApiLimits
 
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 IGNORED_HEADER = "X-Loomserve-Ignored"
 IGNORED = web.RequestKey("ignored", str)  # names of fields that nobody reads
+# A body may hold any number of such names, and a header some kilobytes.
+MOST_TOLD = 32
 BODY_SIZE = web.RequestKey("body_size", int)  # bytes, decoded
 
 
@@ -46,13 +49,21 @@ async def read_body(request: web.Request, body: type[B]) -> B:
     service = request.app[SERVICE]
     data = await read_decoded(request, service.config.max_body_bytes)
     request[BODY_SIZE] = len(data)
-    reading = Reading(service.limits)
+    template = service.tokenizer.chat_template
+    reading = Reading(service.limits, frozenset() if template is None else template.words)
     found = await beside(request, lambda: body.read(parse_json(data), reading))
     if reading.unknown:
         if service.config.strict_fields:
             raise _unknown(next(iter(reading.unknown)), body)
-        request[IGNORED] = ", ".join(quote(name[:64], safe="[].-_") for name in reading.unknown)
+        request[IGNORED] = _told(reading.unknown)
     return found
+
+
+def _told(names: Collection[str]) -> str:
+    """Names as a header tells them."""
+    told = [quote(name[:64], safe="[].-_") for name in islice(names, MOST_TOLD)]
+    more = len(names) - len(told)
+    return ", ".join(told) + (f", and {more} more" if more else "")
 
 
 async def beside(request: web.Request, work: Callable[[], T]) -> T:

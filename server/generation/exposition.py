@@ -60,8 +60,8 @@ _GAUGES: Sequence[Gauge] = (
     ),
     (
         "sglang:max_total_num_tokens",
-        "KV tokens of the pool",
-        lambda s, m: s.capacity_tokens,
+        "KV tokens that requests can have",
+        lambda s, m: s.capacity_tokens - s.reserved_tokens,
     ),
     (
         "sglang:cache_hit_rate",

@@ -24,6 +24,13 @@ class Unauthorized(Exception):
     """No key, or a wrong one (HTTP 401)."""
 
 
+class InvalidHttp(Exception):
+    """Bytes that are no HTTP, or a body that is not sent as its head says (HTTP 400)."""
+
+    def __str__(self) -> str:
+        return f"the request is not valid HTTP: {self.args[0]}"
+
+
 class Draining(Exception):
     """The server is shutting down and takes nothing new (HTTP 503)."""
 
@@ -66,6 +73,9 @@ def error_answer(error: BaseException) -> ErrorAnswer | None:
     if isinstance(error, Unauthorized):
         body = error_body(str(error), kind="authentication_error", code="invalid_api_key")
         return ErrorAnswer(401, body, {"WWW-Authenticate": "Bearer"})
+    if isinstance(error, InvalidHttp):
+        body = error_body(str(error), kind="invalid_request_error", code="invalid_http")
+        return ErrorAnswer(400, body)
     if isinstance(error, QueueFull):
         return _unavailable(str(error), "overloaded", error.retry_after_s)
     if isinstance(error, Draining):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp.web_protocol import _ErrInfo
 
-from server.http.errors import error_body
+from server.http.errors import InvalidHttp, error_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +47,20 @@ def check_version(request: web.Request) -> None:
 class HttpProtocol(web.RequestHandler):
     """One connection's requests."""
 
+    def data_received(self, data: bytes) -> None:
+        """Hands bytes to the parser. What is found to be no HTTP within a body is told to who waits
+        for that body; aiohttp tells it to nobody before the request's end, which does not come."""
+        super().data_received(data)
+        request = self._current_request
+        if request is None or request.content.is_eof() or not self._messages:
+            return
+        last, _ = self._messages[-1]
+        if isinstance(last, _ErrInfo):
+            self._messages.pop()
+            request.content.set_exception(InvalidHttp(_readable(last.message)))
+            request.content.feed_eof()
+            self.close()  # once that is answered
+
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -61,17 +76,19 @@ class HttpProtocol(web.RequestHandler):
             raise exc
         if status != 400:
             return super().handle_error(request, status, exc, message)
-        what = " ".join((message or "").replace("^", "").split())[:200]
+        what = _readable(message)
         log.info("%s: not HTTP: %s", request.remote or "a client", what)
         if request.writer.output_size > 0:
             raise ConnectionError("an answer is under way already")
-        body = error_body(
-            f"the request is not valid HTTP: {what}",
-            kind="invalid_request_error",
-            code="invalid_http",
-        )
+        told = error_answer(InvalidHttp(what))
+        assert told is not None
         answer = web.Response(
-            status=status, body=orjson.dumps(body), content_type="application/json"
+            status=status, body=orjson.dumps(told.body), content_type="application/json"
         )
         answer.force_close()
         return answer
+
+
+def _readable(message: str | None) -> str:
+    """A message of the parser's, without its pointer into the text."""
+    return " ".join((message or "").replace("^", "").split())[:200]

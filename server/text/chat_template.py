@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -72,6 +73,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return env
 
 
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
 class ChatTemplate:
     """Compiled templates by name.
 
@@ -79,12 +83,15 @@ class ChatTemplate:
         sources: by name; "default" is used, or "tool_use" where there are tools and it exists.
         special_tokens: names such as bos_token that templates refer to.
 
+    Attributes: words: all names in the templates; a field that is none of them is read by none.
+
     Raises: ModelError: a template that does not compile.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._env = _environment()
         self.sources = dict(sources)
+        self.words = frozenset(_NAME.findall("\n".join(sources.values())))
         self._special_tokens = dict(special_tokens)
         self._templates = {}
         for name, source in sources.items():

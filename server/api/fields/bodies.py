@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
-from runtime.errors import InvalidRequest, shown, wrong
+from runtime.errors import InvalidRequest, missing, shown, wrong
 from server.api.fields.kinds import Kind, Limit, resolved
 from server.api.fields.schema_words import maybe, ref
 
@@ -150,7 +150,7 @@ class Body:
     Attributes:
         unserved: fields that are known and not read. A subclass adds its own, and may serve what
             its bases do not.
-        open: other fields are handed on, so none is unknown.
+        open: other fields are handed to the chat template; unknown are those that it never names.
         one_of: names of attributes of which exactly one must be given.
         declared: every known name with its declaration; the body's own before its bases'.
         attributes: the served fields, each once; required: those that must be there.
@@ -202,7 +202,7 @@ class Body:
         for name, given in value.items():
             declared = known.get(name)
             if declared is None:
-                if not cls.open:
+                if not (cls.open and name in reading.template_words):
                     reading.note(prefix + name)
             elif given is None:
                 continue
@@ -215,7 +215,7 @@ class Body:
         for declared in cls.required:
             if declared.attribute not in found:
                 allowed = declared.kind.allowed(reading.limits)
-                raise wrong(prefix + declared.names[0], None, allowed)
+                raise missing(prefix + declared.names[0], allowed)
         for attribute, default in cls._limits.items():
             if attribute not in found:
                 found[attribute] = default.resolved(reading.limits)
@@ -313,6 +313,8 @@ class Tagged(Kind[Any]):
         if body is None:
             reason = f"; {self.reason}" if self.reason else ""
             allowed = f"{', '.join(self.bodies)}{reason}"
+            if tag is None:
+                raise missing(f"{where}.{self.tag}", f"one of {allowed}")
             raise wrong(f"{where}.{self.tag}", tag, f"one of {allowed}")
         return body.read(value, reading, where)
 

@@ -47,21 +47,24 @@ def resolved(value: Any, limits: ApiLimits | None) -> Any:
     return value.resolved(limits) if isinstance(value, Limit) else value
 
 
-# A body may hold any number of unknown names; more than these need not be told.
-MAX_UNKNOWN = 32
+_PLACE = re.compile(r"\[\d+\]")
 
 
 @dataclass(slots=True)
 class Reading:
-    """One body that is being read. unknown: names in it that no declaration has."""
+    """One body that is being read.
+
+    Args: template_words: all that a chat template names, so that it may read such a field.
+    Attributes: unknown: names in the body that nobody reads.
+    """
 
     limits: ApiLimits
+    template_words: frozenset[str] = frozenset()
     unknown: dict[str, None] = field(default_factory=dict)
 
     def note(self, where: str) -> None:
         """Takes down an unknown name. What differs only by its place in a list is one."""
-        if len(self.unknown) < MAX_UNKNOWN:
-            self.unknown[re.sub(r"\[\d+\]", "[]", where)] = None
+        self.unknown[_PLACE.sub("[]", where) if "[" in where else where] = None
 
 
 class Kind(ABC, Generic[T]):

@@ -35,6 +35,14 @@ async def test_generate_gives_text_ids_and_figures():
         assert meta["finish_reason"] == {"type": "stop", "matched": 257}
 
 
+async def test_generate_answers_under_the_name_that_it_was_given():
+    async with fake_server() as server:
+        body = {"text": "abc", "rid": "mine", "sampling_params": {"max_new_tokens": 2}}
+        assert (await server.post("/generate", body))[1]["meta_info"]["id"] == "mine"
+        events = await server.events("/generate", {**body, "stream": True})
+        assert {json.loads(one)["meta_info"]["id"] for one in events[:-1]} == {"mine"}
+
+
 async def test_generate_takes_ids_lists_and_logprobs():
     async with fake_server() as server:
         body: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -47,6 +48,11 @@ async def test_load_counts_who_runs_and_who_waits_and_the_tokens_of_both():
         assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_reqs"]) == (2, 1, 3)
         assert load["num_tokens"] == 2 * 48 + 100
         assert load["token_usage"] == 2 * 48 / load["max_total_num_tokens"]
+        async with server.client.get(server.url + "/metrics") as answer:
+            (told,) = re.findall(
+                r"^sglang:max_total_num_tokens\S+ (\S+)$", await answer.text(), re.M
+            )
+        assert float(told) == load["max_total_num_tokens"]
     async with fake_server() as server:
         (idle,) = (await server.get("/get_load"))[1]
         assert (idle["num_reqs"], idle["num_tokens"], idle["token_usage"]) == (0, 0, 0.0)

@@ -38,9 +38,9 @@ async def sampled(server, path, body):
     seen = []
     submit = server.service.engine.submit
 
-    def watch(specs, request_id):
+    def watch(specs, *more):
         seen.extend(specs)
-        return submit(specs, request_id)
+        return submit(specs, *more)
 
     server.service.engine.submit = watch
     status, answer = await server.post(path, body)

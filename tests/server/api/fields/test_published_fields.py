@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from server.api.docs.openapi import ROUTES
-from tests.fakes import fake_server
+from tests.fakes import byte_tokenizer, fake_runner, fake_server, make_fake_service
 
 # Of routes that take the same body, the first.
 POSTS = list({route.request: route for route in reversed(ROUTES) if route.request}.values())[::-1]
@@ -285,7 +285,8 @@ async def test_names_of_unknown_fields_cannot_break_the_header():
             assert "X-Evil" not in answer.headers
             told = answer.headers["X-Loomserve-Ignored"].split(", ")
         assert told[:3] == ["a%0D%0AX-Evil%3A%201", "%C3%BC", "x" * 64]
-        assert len(told) == 32
+        assert len(told) == 33
+        assert told[-1] == "and 71 more"
 
 
 async def test_a_name_in_every_message_is_told_once():
@@ -294,3 +295,45 @@ async def test_a_name_in_every_message_is_told_once():
         body = {"messages": messages, "max_tokens": 1}
         async with server.client.post(server.url + "/v1/chat/completions", json=body) as answer:
             assert answer.headers["X-Loomserve-Ignored"] == "messages[].content[].odd"
+
+
+async def test_a_name_that_the_template_never_mentions_is_told_and_one_that_it_does_is_not():
+    template = "{% for m in messages %}{{ m.mood }}{{ m.content }}{% endfor %}{{ tone }}"
+    service = make_fake_service(fake_runner(), byte_tokenizer(template))
+    async with fake_server(service) as server:
+        body = {
+            "messages": [{"role": "user", "content": "x", "mood": "good", "odd": 1, "name": "I"}],
+            "chat_template_kwargs": {"tone": "kind", "enable_thinking": False},
+            "max_tokens": 1,
+        }
+        url = server.url + "/v1/chat/completions"
+        async with server.client.post(url, json=body) as answer:
+            assert answer.status == 200
+            told = answer.headers["X-Loomserve-Ignored"]
+        assert told == "messages[].odd, chat_template_kwargs.enable_thinking"
+
+
+async def test_what_is_missing_is_called_missing():
+    user = {"role": "user", "content": "x"}
+    function = {"type": "function"}
+    async with fake_server() as server:
+        for body, name in (
+            ({}, "messages"),
+            ({"messages": None}, "messages"),
+            ({"messages": [{"role": "user"}]}, "messages[0].content"),
+            ({"messages": [{"content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+            ({"messages": [user], "tools": [function]}, "tools[0].function"),
+            ({"messages": [user], "response_format": {}}, "response_format.type"),
+        ):
+            status, answer = await server.post("/v1/chat/completions", body)
+            assert status == 400
+            assert answer["error"]["param"] == name
+            assert answer["error"]["message"].startswith(f"{name}: is missing; must be ")
+
+
+async def test_values_are_named_as_json_has_them():
+    async with fake_server() as server:
+        for value, told in ((True, "true"), ([False, None], "[false, null]")):
+            _, answer = await server.post("/v1/completions", {"prompt": "x", "n": value})
+            assert answer["error"]["message"].startswith(f"n: got {told}, must be")
