@@ -11,7 +11,8 @@ Where: --machine NAME, and --fit TRACE for step times fitted from a recorded tra
 so with its own trace unless --machine is given).
 
 What if: each `--what-if "chunked_prefill_size=64 schedule_policy=lpm"` is one more column, beside
-the one of the options given with --set; --differences FILE writes what it changed per request.
+the one of the options given with --set; --differences FILE writes what it changed per request,
+and --html FILE everything as a page that needs no server: figures, steps, gaps, waits.
 
 `--readme` runs the comparisons of the README and prints their table.
 """
@@ -34,11 +35,12 @@ from runtime.simulation.cost_fit import fit_cost_model
 from runtime.simulation.experiments import readme_tables
 from runtime.simulation.live_run import LiveRun, read_live_run
 from runtime.simulation.machines import MACHINE_NAMES, Machine, machine
-from runtime.simulation.report import Summary, summarize, summary_table
-from runtime.simulation.scenario import simulate
+from runtime.simulation.report import summarize, summary_table
 from runtime.simulation.simulator import HostCost
 from runtime.simulation.trace import Trace, parse_override, read_trace
+from runtime.simulation.what_if import ObservedRun
 from runtime.simulation.workloads import Arrival, Workload, read_length_trace
+from scripts._report_file import write_report
 
 if TYPE_CHECKING:
     from runtime.simulation.simulator import RequestStats, SimulationResult
@@ -66,16 +68,17 @@ def run(args: argparse.Namespace) -> None:
     columns = {"simulated": given}
     for text in args.what_if:
         columns[text] = {**given, **parse_options(text.split())}
-    results: dict[str, SimulationResult] = {}
-    summaries: dict[str, Summary] = {}
+    runs: dict[str, ObservedRun] = {}
     for name, options in columns.items():
         start_s = time.perf_counter()
-        results[name] = simulate(
+        runs[name] = run = ObservedRun(
             where, arrivals, options, seed=args.seed, overlap=not args.disable_overlap
         )
-        summaries[name] = summarize(results[name])
-        steps, took_s = len(results[name].steps.kinds), time.perf_counter() - start_s
-        print(f"{name}: {steps} steps in {took_s:.1f} s", file=sys.stderr)
+        run.finish()
+        took_s = time.perf_counter() - start_s
+        print(f"{name}: {run.simulator.steps} steps in {took_s:.1f} s", file=sys.stderr)
+    results = {name: run.simulator.result() for name, run in runs.items()}
+    summaries = {name: summarize(result) for name, result in results.items()}
     print(summary_table(summaries))
     if args.json:
         args.json.write_text(json.dumps({name: asdict(s) for name, s in summaries.items()}))
@@ -83,6 +86,10 @@ def run(args: argparse.Namespace) -> None:
         write_differences(args.differences, results, live)
     if args.plot:
         plot(args.plot, results)
+    if args.html:
+        reports = [run.report(name) for name, run in runs.items()]
+        write_report(args.html, "simulated runs", [load_in_words(args, arrivals)], reports)
+        print(f"wrote {args.html}", file=sys.stderr)
 
 
 def choose_machine(args: argparse.Namespace, trace: Trace | None, live: LiveRun | None) -> Machine:
@@ -120,6 +127,15 @@ def choose_arrivals(args: argparse.Namespace, live: LiveRun | None) -> list[Arri
         max_new_factor=args.max_new_factor,
         seed=args.seed,
     ).arrivals()
+
+
+def load_in_words(args: argparse.Namespace, arrivals: list[Arrival]) -> str:
+    """What was served and where, for the head of a report."""
+    source = args.live or args.lengths
+    tokens = sum(len(arrival.input_ids) for arrival in arrivals)
+    costs = args.fit or args.machine or args.live or MACHINE_NAMES[0]
+    origin = f"of {source}" if source else "from a seed"
+    return f"{len(arrivals):,} requests {origin}, {tokens:,} prompt tokens; step times of {costs}."
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
@@ -214,6 +230,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--disable-overlap", action="store_true", help="plan only when nothing runs")
     add("--plot", type=Path, metavar="FILE.png")
     add("--differences", type=Path, metavar="FILE.jsonl", help="figures per request")
+    add("--html", type=Path, metavar="FILE", help="a page with everything, which needs no server")
     add("--json", type=Path, metavar="FILE")
     add("--readme", action="store_true", help="print the comparisons of the README")
     return parser.parse_args()

@@ -79,6 +79,11 @@ class ObservedRun:
         until = self.simulator.steps + steps
         return all(self.simulator.steps < until for _ in self._turns)
 
+    def finish(self) -> None:
+        """Goes on to the end."""
+        for _ in self._turns:
+            pass
+
     def report(self, name: str) -> dict[str, Any]:
         """See `run_report`."""
         return run_report(name, self.options, self.simulator.result(), self._seen)
@@ -200,8 +205,7 @@ def decisions(text: str) -> str:
     lines.write(head_event(config))
     scheduler = RecordingScheduler(config, lines)
     run = ObservedRun(load.machine, load.arrivals, options, scheduler=scheduler)
-    while not run.advance(1000):
-        pass
+    run.finish()
     return "".join(lines.lines)
 
 
