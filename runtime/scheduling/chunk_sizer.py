@@ -7,6 +7,7 @@ like any other (`StepOutput.device_s`, through `Scheduler.commit`), so that a re
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from runtime.scheduling.step_time_model import StepShape, StepTimeModel, TargetReach
@@ -20,6 +21,8 @@ ALIGN_TOKENS = 64
 NO_STATIC = 1 << 30
 ENOUGH_SEEDS = 5  # steps measured at start are chosen to differ in every term
 PAGE_PARTS = 4  # the smallest timed chunk of a started prompt is this part of a page
+# A timed chunk is at most twice the largest of the last steps': a wrong prediction costs that much.
+GROWTH, COMPARED_STEPS = 2, 8
 
 
 class ChunkLoad(NamedTuple):
@@ -148,8 +151,11 @@ class TimedChunkSizer:
         # Where they are of another size, steps without decode rows say little of those with some.
         self._learns_from_all = config.disable_mixed_chunk or self._bound_s > 0
         self._model = StepTimeModel(ENOUGH_SEEDS) if config.measured_steps else StepTimeModel()
-        for *shape, seconds in config.measured_steps:
-            self._model.observe(StepShape(*map(int, shape)), seconds)
+        self._recent: deque[int] = deque(maxlen=COMPARED_STEPS)  # their prefill tokens
+        for *terms, seconds in config.measured_steps:
+            shape = StepShape(*map(int, terms))
+            self._model.observe(shape, seconds)
+            self._recent.append(shape.tokens)
 
     @property
     def feasible(self) -> bool | None:
@@ -165,9 +171,8 @@ class TimedChunkSizer:
         if fitted is None:
             return ChunkSize(self._first_size, exact=True)
         fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + self._model.margin_s
-        most = _largest_within(
-            target_s - fixed, fitted.square, fitted.token, load.history, self._limit
-        )
+        limit = min(self._limit, GROWTH * max(self._recent, default=self._unit))
+        most = _largest_within(target_s - fixed, fitted.square, fitted.token, load.history, limit)
         unit = self._unit if most >= self._unit else self._smallest(load.history)
         # Out of reach is out of reach: the smallest pieces would only make it last longer.
         size = most // unit * unit or self._unit
@@ -189,6 +194,7 @@ class TimedChunkSizer:
         self._model.observe(shape, seconds)
         if not shape.tokens:
             return
+        self._recent.append(shape.tokens)
         self._next_first_size(seconds)
         if self._reach is not None:
             smallest_s = self._with_smallest_chunk(batch, shape, seconds)

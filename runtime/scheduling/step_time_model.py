@@ -22,6 +22,8 @@ DECODE_WEIGHT = 0.1  # of a step without any: they are many, and say nothing of 
 RIDGE = 1e-6
 MIN_SAMPLES = 8
 RECENT = 64  # steps whose residuals make the margin
+CHANGE = 2.0  # a step beyond this factor of its prediction is not noise
+SLOWER, FASTER = 3, 5  # so many of them in a row are a change of the machine's speed
 # The features in units that make them of size one, so that one ridge suits all.
 _SCALES = (1e-6, 1e-2, 1e-2, 1e-4, 1.0)
 
@@ -62,7 +64,10 @@ class Coefficients(NamedTuple):
 class StepTimeModel:
     """Online regression of step times.
 
-    The first step is dropped: it pays for what is done once.
+    The first step is dropped: it pays for what is done once. The slower a step was than predicted,
+    the less it weighs: what other processes take away says nothing of what a token costs. Where
+    it goes on, the machine runs at another speed, and all that is known is taken to that speed at
+    once: the proportions of the terms are what they were.
 
     Args:
         enough: steps with prefill tokens before which `coefficients` is None. Steps of a load are
@@ -79,6 +84,7 @@ class StepTimeModel:
         self._stale = True
         self._fitted: Coefficients | None = None
         self._residuals: deque[float] = deque(maxlen=RECENT)
+        self._ratios: deque[float] = deque(maxlen=FASTER)  # measured over predicted
 
     @property
     def coefficients(self) -> Coefficients | None:
@@ -101,8 +107,10 @@ class StepTimeModel:
         weight = 1.0 if shape.tokens else DECODE_WEIGHT
         if shape.tokens:
             fitted = self.coefficients
-            if fitted is not None:
-                self._residuals.append(seconds - fitted.seconds(shape))
+            predicted = 0.0 if fitted is None else fitted.seconds(shape)
+            if predicted > 0:
+                self._judge(seconds, predicted)
+                weight = predicted / max(seconds, predicted)
             self._prefill_steps += 1
         fade = FORGETTING if shape.tokens else FORGETTING**DECODE_WEIGHT
         values = (shape.square, shape.tokens, shape.rows, shape.context, 1)
@@ -113,6 +121,19 @@ class StepTimeModel:
                 row[j] = fade * row[j] + weight * left * right
             self._moment[i] = fade * self._moment[i] + weight * left * seconds
         self._stale = True
+
+    def _judge(self, seconds: float, predicted: float) -> None:
+        """Notes how far a prediction was off, and looks for a change of speed. Residuals from
+        before a change stay: where the speed goes up and down, the margin is to cover that."""
+        self._residuals.append(seconds - predicted)
+        self._ratios.append(seconds / predicted)
+        ratios = list(self._ratios)
+        few = ratios[-SLOWER:]
+        slower = len(few) == SLOWER and min(few) > CHANGE
+        if slower or (len(ratios) == FASTER and max(ratios) < 1 / CHANGE):
+            factor = sorted(few)[SLOWER // 2]
+            self._moment = [value * factor for value in self._moment]
+            self._ratios.clear()
 
     def _fit(self) -> Coefficients:
         gram = [row[:] for row in self._gram]

@@ -56,9 +56,9 @@ def sized(
 
 def serve(config: SchedulerConfig, cost: CostModel, seed: int = 0) -> SimulationResult:
     """Eight streams while prompts of 1,500 tokens arrive, from the server's first step on."""
-    streams = Workload(requests=16, input_tokens=(64, 64), output_tokens=(200, 400)).arrivals()
+    streams = Workload(requests=32, input_tokens=(64, 64), output_tokens=(200, 400)).arrivals()
     prompts = Workload(
-        requests=4, rate=0.05, input_tokens=(1500, 1500), output_tokens=(4, 4), seed=2
+        requests=8, rate=0.5, input_tokens=(1500, 1500), output_tokens=(4, 4), seed=2
     ).arrivals()
     for index, prompt in enumerate(prompts):
         prompt.request_id, prompt.priority = f"long{index}", 1
