@@ -144,6 +144,7 @@ def _connections(config: ServerConfig) -> Connections:
         most=config.max_connections,
         header_timeout_s=config.header_timeout,
         idle_timeout_s=config.idle_timeout,
+        unread_timeout_s=config.slow_reader_timeout,
     )
 
 

@@ -59,7 +59,10 @@ async def _serve(
     assert runner.server is not None
     protocols = protocol_factory(runner.server, access_log=None)
     connections = Connections(
-        most=MOST_CONNECTIONS, header_timeout_s=TIMEOUT_S, idle_timeout_s=TIMEOUT_S
+        most=MOST_CONNECTIONS,
+        header_timeout_s=TIMEOUT_S,
+        idle_timeout_s=TIMEOUT_S,
+        unread_timeout_s=TIMEOUT_S,
     )
     # What is closed in the end are copies; the sockets go on listening.
     listeners = [await open_listener(one.dup(), protocols, connections, tls) for one in sockets]

@@ -34,15 +34,24 @@ class Connections:
     Args:
         most: further connections are answered 503 and closed.
         header_timeout_s: for the first request's head; idle_timeout_s: for each later one.
+        unread_timeout_s: how long a client may leave unread what was sent before the close.
 
     Attributes:
         handshakes: connections that are not open yet, and count (see `listeners`).
     """
 
-    def __init__(self, *, most: int, header_timeout_s: float, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        most: int,
+        header_timeout_s: float,
+        idle_timeout_s: float,
+        unread_timeout_s: float,
+    ) -> None:
         self.most = most
         self.header_timeout_s = header_timeout_s
         self.idle_timeout_s = idle_timeout_s
+        self.unread_timeout_s = unread_timeout_s
         self.handshakes = 0
         self._open: dict[asyncio.BaseTransport | None, _Connection] = {}
 
@@ -193,7 +202,20 @@ class _Connection(asyncio.Protocol):
     # The one timer
 
     def _close_after(self, seconds: float) -> None:
-        self._after(seconds, self._transport.close)
+        self._after(seconds, self._close)
+
+    def _close(self) -> None:
+        """Closes once all is sent that was written, which a client that does not read prevents."""
+        self._transport.close()
+        unsent = self._transport.get_write_buffer_size()
+        self._after(self._connections.unread_timeout_s, lambda: self._give_up(unsent))
+
+    def _give_up(self, unsent: int) -> None:
+        """Ends the connection, unless its client has read some of what was unsent."""
+        if self._transport.get_write_buffer_size() < unsent:
+            self._close()
+        else:
+            self._transport.abort()
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
         self._stop_timer()
