@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from runtime.execution.device import Device
+    from runtime.execution.device import Device, Fence
     from runtime.execution.forward_batch import SampledRows
     from runtime.execution.long_prompt_rows import LongPromptRows
     from runtime.models.decoder import Decoder
@@ -115,12 +115,7 @@ class ModelRunner:
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
         """Starts a step and returns at once."""
-        try:
-            work = ModelStep(self, batch)
-        except Exception:
-            self._launcher.failed = True
-            raise
-        return self._launcher.launch(work)
+        return self._launcher.launch(ModelStep(self, batch))
 
     def probe(self) -> None:
         """Blocks until the device has shown that it computes; then steps are run again after one
@@ -168,10 +163,12 @@ class ModelStep:
         self._prompt_counts: list[tuple[int, int]] = []
         self._prompt: LogprobTensors | None = None
         self._sampled: Sampled
-        self._fences = [runner.device.fence() for _ in range(4)]
+        self._fences: list[Fence]
 
     def forward(self) -> None:
         """Runs or queues the model, up to the logits."""
+        # Made here, where what they raise fails this step and none that was launched before it.
+        self._fences = [self._runner.device.fence() for _ in range(4)]
         self._fences[0].record()
         self._runner.restore(self._batch.restore)
         self._logits = self._replayed_logits() if self._may_replay() else self._eager_logits()

@@ -145,7 +145,7 @@ class Generation:
         self._generator.engine.abort(self._stream, message)
 
     def __enter__(self) -> Generation:
-        self._generator.live.add(self)
+        self._generator.live[self] = None
         return self
 
     def __exit__(
@@ -154,7 +154,7 @@ class Generation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._generator.live.discard(self)
+        self._generator.live.pop(self, None)
         self.abort("the client has gone away")
 
 
@@ -178,7 +178,7 @@ class Generator:
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = limits
-        self.live: set[Generation] = set()
+        self.live: dict[Generation, None] = {}  # in the order in which they came
         self._random = random.Random(seed)
         self._request_timeout_s = request_timeout_s
 

@@ -150,7 +150,10 @@ def _choices(form: str, found: list[tuple[str, str]], complete: bool) -> Said:
             finish = finish and finish["type"]
         else:
             ids.add(event["id"])
-            assert event["object"] == {"chat": "chat.completion.chunk", "completions": "text_completion"}[form]
+            assert (
+                event["object"]
+                == {"chat": "chat.completion.chunk", "completions": "text_completion"}[form]
+            )
             (choice,) = event["choices"]
             index, finish = choice["index"], choice["finish_reason"]
             if form == "chat" and index not in said.texts:

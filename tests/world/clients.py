@@ -356,7 +356,9 @@ def _judge_part(
 
 def _judge_answer(call: Call, given: set[str]) -> list[str]:
     asked, answer = call.asked, call.answer
-    where = f"{asked.path} {json.dumps(asked.body) if not isinstance(asked.body, bytes) else ''}"[:300]
+    where = f"{asked.path} {json.dumps(asked.body) if not isinstance(asked.body, bytes) else ''}"[
+        :300
+    ]
     problems = []
     if "x-request-id" not in answer.headers:
         problems.append("no X-Request-Id")

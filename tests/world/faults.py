@@ -53,7 +53,9 @@ class Faults:
         self.wall_s = 0.0  # what the wall clock has jumped
         self.struck: set[tuple[int, ...]] = set()  # prompts whose step failed with nobody beside
         self.dead_s = float("inf")  # since when the device is gone
-        self.disk = Disk(self, room=rng.choice((3_000, 9_000, 40_000, 1 << 40)), tears=rng.random() < 0.5)
+        self.disk = Disk(
+            self, room=rng.choice((3_000, 9_000, 40_000, 1 << 40)), tears=rng.random() < 0.5
+        )
 
     def happens(self, kind: str) -> bool:
         if self._rng.random() >= self._chances.get(kind, 0.0):
@@ -136,7 +138,8 @@ class WorldTokenizer(Tokenizer):
 
 
 @cache
-def _shared_tokenizer() -> Tokenizer:
+def shared_tokenizer() -> Tokenizer:
+    """What is the same in every world, and takes a while to make."""
     tokenizer = byte_tokenizer()
     tokenizer.prepare()
     return tokenizer
@@ -148,7 +151,7 @@ def _grammar_tokenizer(text: str, vocab_size: int, eos_ids: tuple[int, ...]) -> 
 
 
 def world_tokenizer(faults: Faults) -> WorldTokenizer:
-    shared = _shared_tokenizer()
+    shared = shared_tokenizer()
     tokenizer = WorldTokenizer(shared.backend, chat_template=shared.chat_template)
     tokenizer.faults = faults
     tokenizer.backend = FaultyBackend(shared.backend, faults)  # type: ignore[assignment]

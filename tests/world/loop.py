@@ -81,13 +81,19 @@ class WorldLoop(asyncio.SelectorEventLoop):
         error = context.get("exception")
         self.broken.append(f"{context['message']}: {error!r}")
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
         return self.call_soon(callback, *args, context=context)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> Any:
         return super().run_in_executor(executor or self._threads, func, *args)
 
-    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
+    def add_signal_handler(  # type: ignore[override]
+        self, sig: int, callback: Any, *args: Any
+    ) -> None:
         self.signals[sig] = lambda: callback(*args)
 
     async def create_server(self, protocol_factory: Any, *args: Any, **options: Any) -> Any:

@@ -257,7 +257,7 @@ class ServerTransport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         assert not self._over or self._closing
-        if self._over or self._closing and not self._outgoing and self._connection.reset_seen:
+        if self._over or (self._closing and not self._outgoing and self._connection.reset_seen):
             return
         if self._connection.reset_seen:
             self._fail(BrokenPipeError(32, "Broken pipe"))

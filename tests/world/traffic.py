@@ -116,7 +116,11 @@ class Author:
         asked.rid = f"r{self.written}"
         ids, body = self._prompt(form, prompt)
         most = max(1, min(rng.choice((1, 4, 12, 30, 60)), self.usable - len(ids) - 8))
-        body |= {"stream": asked.stream, "request_id": asked.rid, "priority": rng.choice((0, 0, 0, 5, 20))}
+        body |= {
+            "stream": asked.stream,
+            "request_id": asked.rid,
+            "priority": rng.choice((0, 0, 0, 5, 20)),
+        }
         sampling: dict[str, Any] = {"temperature": 0, MOST[form]: most}
         if form in ("chat", "completions", "generate") and rng.random() < 0.25:
             asked.n = rng.choice((2, 3))
@@ -131,7 +135,11 @@ class Author:
         else:
             body |= sampling
         if fault == "unreadable":
-            asked.statuses = frozenset({400}) if asked.path != "/generate" or "text" in body else frozenset({200})
+            asked.statuses = (
+                frozenset({400})
+                if asked.path != "/generate" or "text" in body
+                else frozenset({200})
+            )
         if "input_ids" in body or isinstance(body.get("prompt"), list):
             asked.fault = "" if fault == "unreadable" else asked.fault
         asked.body = body

@@ -24,15 +24,15 @@ from typing import Any
 
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.errors import InvariantError
-from runtime.step_records import StepRecord
 from server.config import ServerConfig
+from server.generation.step_records import StepRecord
 from server.loading import make_scheduler
 from server.service import Parts, Service, make_service
 from server.serving import serve
 from tests.fakes import IM_END
 from tests.world.clients import Client, Excuses, judge
 from tests.world.device import WorldRunner
-from tests.world.faults import Faults, world_around, world_tokenizer
+from tests.world.faults import Faults, shared_tokenizer, world_around, world_tokenizer
 from tests.world.loop import LAST_SECOND, Hang, WorldLoop
 from tests.world.network import ListeningSocket, Network
 from tests.world.traffic import CONTEXT, MODEL, Author
@@ -74,11 +74,13 @@ class World:
         return random.Random(f"{self._seed}/{role}")
 
     def run(self) -> Report:
+        shared_tokenizer()
         gc.collect()
         gc.disable()  # what is collected must not depend on what ran before
         try:
-            with _captured(self._logged), world_around(
-                self._loop, self._faults, self._random("server")
+            with (
+                _captured(self._logged),
+                world_around(self._loop, self._faults, self._random("server")),
             ):
                 self._loop.run(self._main())
         except Hang as error:
@@ -126,14 +128,14 @@ class World:
             config.waiting_timeout_s or config.running_timeout_s or server.get("request_timeout")
         )
         record = "trace" if rng.random() < 0.3 else None
-        parts = Parts(
-            runner, make_scheduler(config, record), world_tokenizer(self._faults), MODEL
-        )
+        parts = Parts(runner, make_scheduler(config, record), world_tokenizer(self._faults), MODEL)
         service = make_service(ServerConfig(runner=RunnerConfig(), port=0, **server), parts)
         service.engine.clock = self._loop.time
         service.engine.watch_steps(self._tell_step)
         self._author = Author(
-            self._random("requests"), min(config.usable_tokens, CONTEXT), timeouts=rng.random() < 0.2
+            self._random("requests"),
+            min(config.usable_tokens, CONTEXT),
+            timeouts=rng.random() < 0.2,
         )
         return service
 

@@ -157,6 +157,33 @@ def test_a_step_that_raises_fails_with_those_behind_it(
     assert len(third.result().token_ids) == 1
 
 
+def test_a_step_that_cannot_begin_fails_none_before_it(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = Device.fence, iter(range(8))  # of two steps
+
+    def fence(device: Device) -> Any:
+        if next(made, None) is None:
+            raise RuntimeError("no fence is left")
+        return make(device)
+
+    monkeypatch.setattr(Device, "fence", fence)
+    steps = []
+    for row in (1, 2, 3):
+        steps.append(runner.launch(prefill(row)))
+        if isinstance(runner._launcher, StreamLauncher):
+            steps[-1].sample(None)
+    # On a thread, the second has waited behind the first when the third could not begin.
+    for step in steps:
+        if not step.may_sample:
+            step.sample(None)
+    assert [len(step.result().token_ids) for step in steps[:2]] == [1, 1]
+    with pytest.raises(RuntimeError, match="no fence is left"):
+        steps[2].result()
+    monkeypatch.undo()
+    runner.probe()
+
+
 def test_close_waits_for_what_may_sample_and_is_idempotent(runner: ModelRunner) -> None:
     pending = runner.launch(prefill())
     pending.sample(None)
