@@ -1,5 +1,31 @@
-// The page at /.
+// The page at /: a chat, and beside it (in its place on a narrow screen) the live view.
 
-import { Timeline } from "/page/timeline.js";
+import { ask } from "/page/api.js";
+import { Chat } from "/page/chat.js";
+import { LiveView } from "/page/live.js";
 
-new Timeline(document.getElementById("timeline"), { label: "Steps of the server" }).show([]);
+const chat = new Chat();
+const live = new LiveView();
+const tabs = { chat: document.getElementById("show-chat"), live: document.getElementById("show-live") };
+
+// On a wide screen both are shown, whatever is chosen here.
+function choose(name) {
+  document.body.dataset.view = name;
+  for (const [other, tab] of Object.entries(tabs)) {
+    tab.setAttribute("aria-pressed", String(other === name));
+  }
+  live.look();
+}
+
+for (const [name, tab] of Object.entries(tabs)) tab.onclick = () => choose(name);
+matchMedia("(min-width: 60rem)").addEventListener("change", () => live.look());
+choose(location.hash === "#live" ? "live" : "chat");
+
+try {
+  const info = await (await ask("/server_info")).json();
+  document.getElementById("model").textContent = info.model;
+  document.getElementById("version").textContent = info.version;
+  chat.showDefaults(info.sampling_defaults);
+} catch (error) {
+  document.getElementById("model").textContent = error.message;
+}

@@ -1,0 +1,199 @@
+// The live view: what /debug/live tells, drawn. Nothing is asked for while nobody can see it.
+
+import { ask, events } from "/page/api.js";
+import { duration, figure, make } from "/page/dom.js";
+import { Sparkline } from "/page/sparkline.js";
+import { Table } from "/page/table.js";
+import { Timeline } from "/page/timeline.js";
+
+const STEPS_SHOWN = 400;
+const AGAIN_MS = [500, 1000, 2000, 5000];
+
+// Terms by which the scheduler names what a request waits for.
+const REASONS = {
+  next_pass: "the next pass: it has just arrived",
+  rows: "a free row: as many run as may",
+  kv_total: "KV: what all admitted requests will need to their end leaves too little",
+  kv_step: "KV pages: too few are free in this step",
+  input_budget: "the prompt tokens that one step may take",
+  chunk_budget: "the chunk: prompts before it use it up",
+  delayer: "more prompts, to come in one step together",
+  policy: "its turn: a step takes only so many prompts",
+  shared_prefix: "a twin that is filling the cache for it",
+  grammar: "its grammar to be compiled",
+  retracted: "others to give back KV: a pass that retracts admits nobody",
+};
+const POOL = [
+  ["free", "free", "pages that nobody has"],
+  ["cached", "cached", "prefixes in the radix tree, read or not"],
+  ["private", "private", "of running requests, not shared"],
+  ["reserved", "reserved", "the padding page, and pages that a step in flight still names"],
+];
+const COLUMNS = [
+  { name: "request", cell: (one) => short(one.request_id), hint: (one) => one.request_id },
+  { name: "state", cell: (one) => (one.position ? `queue ${one.position}` : one.state) },
+  {
+    name: "waits for",
+    cell: (one) => one.blocked_by,
+    hint: (one) => reason(one.blocked_by),
+  },
+  {
+    name: "waited",
+    numeric: true,
+    cell: (one) => (one.waited_s >= 0.001 ? duration(one.waited_s) : ""),
+    hint: (one) => (one.waited_for ? `most of it for ${reason(one.waited_for)}` : ""),
+  },
+  {
+    name: "starts in",
+    title: "Expected, if answers are as long as they were and the pace stays; under fcfs",
+    numeric: true,
+    cell: (one) => (one.expected_start_s == null ? "" : `~${duration(one.expected_start_s)}`),
+  },
+  { name: "prompt", title: "Prompt tokens", numeric: true, cell: (one) => figure(one.input_tokens) },
+  { name: "cached", title: "Of these, found in the cache", numeric: true,
+    cell: (one) => (one.cached_tokens ? figure(one.cached_tokens) : "") },
+  { name: "output", title: "Output tokens so far, and at most", numeric: true,
+    cell: (one) => `${figure(one.output_tokens)} / ${figure(one.max_new_tokens)}` },
+  { name: "KV", title: "KV tokens that it holds", numeric: true,
+    cell: (one) => (one.kv_tokens ? figure(one.kv_tokens) : "") },
+];
+
+export class LiveView {
+  constructor() {
+    this._steps = [];
+    this._reading = null;
+    this.timeline = new Timeline(byId("timeline"), { label: "The last steps of the server" });
+    this.timeline.show([]);
+    this._requests = new Table(byId("requests"), COLUMNS, (one) => one.request_id);
+    const latency = (value, top) => `${duration(value / 1000)} (top ${duration(top / 1000)})`;
+    this._ttft = new Sparkline(byId("ttft"), "Time to first token", latency);
+    this._itl = new Sparkline(byId("itl"), "Between two tokens", latency);
+    this._rate = new Sparkline(byId("rate"), "Output tokens a second", (value, top) =>
+      `${figure(value)} (top ${figure(top)})`);
+    this._segments = POOL.map(([name, , title]) => make("div", { className: `pool-${name}`, title }));
+    byId("pool").replaceChildren(...this._segments);
+    document.addEventListener("visibilitychange", () => this.look());
+  }
+
+  // Reads while the view can be seen, and only then.
+  look() {
+    const seen = document.visibilityState === "visible" && byId("live").offsetParent !== null;
+    if (seen && !this._reading) this._read();
+    else if (!seen && this._reading) this._reading.abort();
+  }
+
+  async _read() {
+    const reading = new AbortController();
+    this._reading = reading;
+    for (let tries = 0; !reading.signal.aborted; tries += 1) {
+      try {
+        const response = await ask("/debug/live", { signal: reading.signal });
+        for await (const sample of events(response)) {
+          tries = 0;
+          this._show(sample);
+        }
+        this._status("The server has ended the view.", true);
+      } catch (error) {
+        if (reading.signal.aborted) break;
+        this._status(error.message, true);
+        if (error.status === 401) break; // the reader has no key
+      }
+      await pause(AGAIN_MS[Math.min(tries, AGAIN_MS.length - 1)], reading.signal);
+    }
+    this._reading = null;
+  }
+
+  _show(sample) {
+    this._addSteps(sample);
+    this.timeline.show(this._steps);
+    this._requests.show(sample.requests);
+    byId("requests-none").hidden = sample.requests.length > 0;
+    this._showQueue(sample);
+    this._showPool(sample.pool);
+    this._showRuns(sample);
+    this._ttft.add(sample.ttft.mean_ms);
+    this._itl.add(sample.itl.mean_ms);
+    this._rate.add(sample.rates.output_tokens_s);
+  }
+
+  // A sample may repeat steps that an earlier one has shown; a server that started anew counts anew.
+  _addSteps(sample) {
+    const last = this._steps.at(-1)?.step ?? -1;
+    if (sample.steps_total <= last) this._steps = [];
+    const news = sample.steps.filter((one) => one.step > last || !this._steps.length);
+    this._steps = [...this._steps, ...news].slice(-STEPS_SHOWN);
+  }
+
+  _showQueue({ queue, rates, requests }) {
+    const waiting = queue.waiting + queue.waiting_grammar;
+    const parts = [`${queue.running + queue.prefilling} of ${queue.rows} running`];
+    parts.push(waiting ? `${waiting} waiting` : "nobody waits");
+    if (queue.blocked_by) parts.push(`for ${reason(queue.blocked_by)}`);
+    if (queue.retractions) parts.push(`${figure(queue.retractions)} retracted so far`);
+    const left = waiting + queue.running + queue.prefilling - requests.length;
+    if (left > 0) parts.push(`${left} not listed`);
+    this._status(parts.join(" · "));
+    const rate = (value) => (value == null ? "–" : `${figure(100 * value)} %`);
+    byId("hit-rate").textContent = `${rate(rates.hit_rate_total)} of prompt tokens were cached`;
+  }
+
+  _showPool(pool) {
+    const shares = POOL.map(([name]) => pool[name] / Math.max(1, pool.capacity));
+    shares.forEach((share, index) => (this._segments[index].style.flexGrow = share));
+    byId("pool-figures").replaceChildren(
+      ...POOL.map(([name, label, title], index) =>
+        make("li", { title, className: `pool-${name}` },
+          `${label} ${figure(pool[name])} (${figure(100 * shares[index])} %)`),
+      ),
+    );
+  }
+
+  _showRuns({ runs, all_runs: all }) {
+    const longest = Math.max(1, ...runs.map((run) => run.end));
+    byId("runs").replaceChildren(...runs.map((run) => {
+      const before = make("div", { className: "before" });
+      const own = make("div", { className: run.holders ? "own held" : "own" });
+      const after = make("div");
+      before.style.flexGrow = run.start / longest;
+      own.style.flexGrow = (run.end - run.start) / longest;
+      after.style.flexGrow = 1 - run.end / longest;
+      const uses = run.uses === 1 ? "used once" : `used ${figure(run.uses)} times`;
+      const text = `${figure(run.end - run.start)} tokens` +
+        (run.start ? ` after ${figure(run.start)}` : "") +
+        ` · ${uses}` + (run.holders ? ` · held by ${run.holders}` : "") +
+        (run.branches > 1 ? ` · ${run.branches} branches` : "");
+      return make("li", {}, make("div", { className: "run" }, before, own, after), text);
+    }));
+    byId("runs-note").textContent = runs.length
+      ? all ? "" : "The tree is larger than what was looked through."
+      : "Nothing is cached.";
+  }
+
+  _status(text, trouble = false) {
+    const status = byId("queue");
+    status.textContent = text;
+    status.classList.toggle("error", trouble);
+  }
+}
+
+function reason(term) {
+  return REASONS[term] ?? term;
+}
+
+function short(id) {
+  return id.length > 16 ? `${id.slice(0, 8)}…${id.slice(-4)}` : id;
+}
+
+function pause(milliseconds, signal) {
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, milliseconds);
+    signal.addEventListener("abort", () => {
+      clearTimeout(timer);
+      resolve();
+    });
+  });
+}
+
+function byId(id) {
+  return document.getElementById(id);
+}
