@@ -229,6 +229,7 @@ async def plan_chat(request: web.Request, body: ChatRequest, *, counted: bool = 
         prompt_ids=prompt_ids,
         begun=begun,
         thinking=body.thinking_limit(),
+        client=request.remote or "",
     )
     return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, tools, begun))
 

@@ -130,7 +130,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
     service = request.app[SERVICE]
     body = await read_body(request, CompletionBody)
-    params = await service.model_format.constrained(body.generation(service.limits), body.rules())
+    params = await service.model_format.constrained(
+        body.generation(service.limits), body.rules(), client=request.remote or ""
+    )
     prompts = await encode_prompts(request, body.prompt, add_special_tokens=body.add_special_tokens)
     texts = [""] * len(prompts)
     if body.echo:

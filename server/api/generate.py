@@ -169,7 +169,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, GenerateBody)
     sampling = body.sampling_params or read_value(NativeSampling, {}, service.limits)
     params = await service.model_format.constrained(
-        body.generation(sampling, service.limits), sampling.rules()
+        body.generation(sampling, service.limits), sampling.rules(), client=request.remote or ""
     )
     given, single = body.prompts
     prompts = await encode_prompts(request, given)

@@ -171,6 +171,7 @@ class ModelFormat:
         prompt_ids: Sequence[int] | None = None,
         begun: str = "",
         thinking: ThinkingLimit | None = None,
+        client: str = "",
     ) -> GenerationParams:
         """The parameters with the grammar that the request asks for; it is compiled while the
         request waits in the queue.
@@ -180,11 +181,14 @@ class ModelFormat:
             prompt_ids, begun: of a chat; where these have begun the reasoning, the grammar rules
                 what follows it.
             thinking: a bound on the reasoning; None: that of the answer.
+            client: who asks: clients take turns at the compiler.
 
         Raises: InvalidRequest: a grammar that is seen to be wrong without compiling it, or
-            reasoning that cannot be bounded.
+            reasoning that cannot be bounded. QueueFull: the client has too many waiting.
         """
-        params = await self._with_grammar(params, rules, tools, prompt_ids, begun)
+        found = await self._source(rules, tools) if rules or tools is not None else None
+        if found is not None:
+            params = self._with_grammar(params, *found, prompt_ids, begun, client)
         if thinking is None or self.reasoning_family is None:
             return params
         return self._bounded(params, thinking, self._begins_inside(prompt_ids or (), begun))
@@ -210,23 +214,18 @@ class ModelFormat:
 
         return replace(params, new_matcher=new_matcher)
 
-    async def _with_grammar(
+    def _with_grammar(
         self,
         params: GenerationParams,
-        rules: Sequence[OutputRule],
-        tools: ToolRequest | None,
+        source: Source,
+        param: str,
         prompt_ids: Sequence[int] | None,
         begun: str,
+        client: str,
     ) -> GenerationParams:
-        if not rules and tools is None:
-            return params
-        found = await self._source(rules, tools)
-        if found is None:
-            return params
-        source, param = found
         if prompt_ids is not None:
             source = self._after_reasoning(source, prompt_ids, begun)
-        grammar = self._compiler.grammar(source, param)
+        grammar = self._compiler.grammar(source, param, client)
         sampling = params.sampling
         stops = sampling.stop_token_ids
         return replace(

@@ -34,9 +34,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from runtime.errors import GenerationFailed, InvalidRequest
+from runtime.errors import GenerationFailed, InvalidRequest, QueueFull
 from server.grammars.bits import forbid
 from server.grammars.library_errors import in_words
+from server.grammars.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -50,8 +51,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("loomserve.grammars")
 
 CACHED_GRAMMARS = 256
+RETRY_AFTER_S = 1.0
 # Compiling takes a thread up to 0.8 s for so many (600,000 took 5 s).
 MAX_CHARACTERS = 150_000
+# What one client may have waiting: 20 times as much, some seconds of both threads.
+MAX_WAITING_CHARACTERS = 20 * MAX_CHARACTERS
 # Processor time of the event loop that a request's masks may take: this, and for each token so much
 # more. A mask and its token take 0.3 ms, an object of 440 optional keys once 12 ms; where rules are
 # ambiguous (e: e e | "a") the time grows with the square of the output.
@@ -210,14 +214,19 @@ class GrammarMatcher:
 class GrammarSpec:
     """A grammar that a request asks for, from which its choices' matchers start.
 
-    Args: param: the request's field that it came from, for messages.
+    Args:
+        param: the request's field that it came from, for messages.
+        client: who asks for it.
     Raises: InvalidRequest: it is too long to be compiled.
     """
 
-    def __init__(self, compiler: GrammarCompiler, source: Source, param: str) -> None:
+    def __init__(
+        self, compiler: GrammarCompiler, source: Source, param: str, client: str = ""
+    ) -> None:
         self.compiler = compiler
         self.source = source
         self.param = param
+        self.client = client
         self.key = json.dumps(source)
         check_length(len(self.key), param)
 
@@ -235,19 +244,23 @@ class GrammarSpec:
 class Compilation:
     """A grammar on its way, and all who wait for it; its fields change on the event loop alone.
 
-    Attributes: matcher: at the start of the grammar; None until it is compiled.
+    Attributes:
+        matcher: at the start of the grammar; None until it is compiled.
+        work: what a thread does; None until it is its turn.
     """
 
-    __slots__ = ("_error", "matcher", "waiting", "work")
+    __slots__ = ("_error", "matcher", "source", "waiting", "work")
 
-    def __init__(self, work: Future[LLMatcher]) -> None:
-        self.work = work
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.work: Future[LLMatcher] | None = None
         self.waiting: list[GrammarMatcher] = []
         self.matcher: LLMatcher | None = None
         self._error: BaseException | None = None
 
     def end(self) -> None:
         """Its work is done: tells all who wait."""
+        assert self.work is not None
         self._error = self.work.exception()
         if self._error is None:
             self.matcher = self.work.result()
@@ -269,7 +282,8 @@ class Compilation:
 
 class GrammarCompiler:
     """Compiles grammars in its own threads and keeps the latest. What is compiled or waits for a
-    thread is never more than what requests wait for: the queue's cap bounds both.
+    thread is never more than what requests wait for: the queue's cap bounds both, and what one
+    client may have waiting has a bound too. Clients take turns (see turns.py).
 
     Args:
         make_tokenizer: called once, by `prepare` or at the first compilation.
@@ -293,14 +307,26 @@ class GrammarCompiler:
         self._going_on: dict[str, Compilation] = {}
         self._finished: OrderedDict[str, Compilation] = OrderedDict()
         self._cache_size = cache_size
+        self._turns = Turns()
+        self._free = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
 
-    def grammar(self, source: Source, param: str) -> GrammarSpec:
+    def grammar(self, source: Source, param: str, client: str = "") -> GrammarSpec:
         """A grammar to make matchers of; nothing is compiled before one is started.
 
-        Raises: InvalidRequest: naming `param`.
+        Raises: InvalidRequest: naming `param`. QueueFull: the client has too much waiting already.
         """
-        return GrammarSpec(self, source, param)
+        found = GrammarSpec(self, source, param, client)
+        waiting = self._turns.characters(client)
+        if found.key in self._finished or found.key in self._going_on or not waiting:
+            return found
+        if waiting + len(found.key) > MAX_WAITING_CHARACTERS:
+            raise QueueFull(
+                f"{param}: {waiting} characters of this client's grammars wait to be compiled, and"
+                f" at most {MAX_WAITING_CHARACTERS} may; retry later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return found
 
     def prepare(self) -> None:
         """Makes the tokenizer now: that holds the interpreter (0.2 s for 50,000 tokens), which
@@ -319,17 +345,29 @@ class GrammarCompiler:
         """Adds one who waits; equal sources are compiled once, also while that goes on."""
         compilation = self._going_on.get(grammar.key)
         if compilation is None:
-            work = self._pool.submit(self._compile, grammar.source)
-            compilation = self._going_on[grammar.key] = Compilation(work)
-            loop = asyncio.get_running_loop()
-
-            def done(_: Future[LLMatcher]) -> None:
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(self._end, grammar.key)
-
-            work.add_done_callback(done)
+            compilation = self._going_on[grammar.key] = Compilation(grammar.source)
         compilation.waiting.append(matcher)
+        if compilation.work is None:
+            self._turns.add(grammar.client, grammar.key, len(grammar.key))
+            self._begin()
         return compilation
+
+    def _begin(self) -> None:
+        """Gives free threads what is next."""
+        while self._free and (key := self._turns.take()) is not None:
+            self._free -= 1
+            work = self._pool.submit(self._compile, self._going_on[key].source)
+            self._going_on[key].work = work
+            work.add_done_callback(self._at_the_end_of(key))
+
+    def _at_the_end_of(self, key: str) -> Callable[[Future[LLMatcher]], None]:
+        loop = asyncio.get_running_loop()
+
+        def done(_: Future[LLMatcher]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._end, key)
+
+        return done
 
     def leave(self, matcher: GrammarMatcher, grammar: GrammarSpec) -> None:
         """Takes out one who waited. What nobody waits for and has not begun is dropped."""
@@ -337,15 +375,18 @@ class GrammarCompiler:
         if compilation is None or matcher not in compilation.waiting:
             return
         compilation.waiting.remove(matcher)
-        if not compilation.waiting and compilation.work.cancel():
+        if not compilation.waiting and compilation.work is None:
+            self._turns.remove(grammar.key)
             del self._going_on[grammar.key]
 
     def _end(self, key: str) -> None:
-        compilation = self._going_on.get(key)
-        if compilation is None or not compilation.work.done() or compilation.work.cancelled():
-            return  # the one that ended was dropped; this one is later, or the server is closing
-        del self._going_on[key]
+        self._free += 1
+        compilation = self._going_on.pop(key)
+        assert compilation.work is not None
+        if compilation.work.cancelled():
+            return  # the server is closing
         compilation.end()
+        self._begin()
         if compilation.matcher is not None:
             self._finished[key] = compilation
             if len(self._finished) > self._cache_size:

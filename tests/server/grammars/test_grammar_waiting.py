@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from runtime.errors import EngineDead
 from server.generation.output import ChoiceRules
 from server.grammars import compiler as compiler_module
+from server.grammars import sources
 from tests.fakes import fake_server, live
 
 BOTH_LOOPS = pytest.mark.parametrize("disable_overlap", [False, True], ids=["overlap", "no-overlap"])  # fmt: skip
@@ -111,7 +113,7 @@ async def test_it_keeps_its_place_in_the_queue(gate):
         scheduler = server.service.engine.scheduler
         runs = asyncio.create_task(post(server, {"max_tokens": 1500, "ignore_eos": True}))
         await until(lambda: scheduler.statistics().running)
-        ended = []
+        ended: list[str] = []
 
         async def note(name, body):
             assert (await post(server, body))[0] == 200
@@ -242,4 +244,63 @@ async def test_a_compiler_that_breaks_is_a_500_of_that_request(monkeypatch):
         assert (status, body["error"]["type"]) == (500, "server_error")
         assert "secret" not in json.dumps(body)
         assert (await post(server, {}))[0] == 200
+        await server.wait_idle()
+
+
+def one_choice(text):
+    return sources.choice([text], "x")
+
+
+async def compiled_in_order(gate, asked):
+    """Names of what is compiled, in order: each of `asked` is (client, name, length), all of them
+    asked for while both threads are held."""
+    async with fake_server() as server:
+        compiler = server.service.model_format._compiler
+        held = [
+            compiler.grammar(one_choice(f"held {i}"), "x", "holder").matcher() for i in range(2)
+        ]
+        for one in held:
+            one.start(lambda: None)
+        await until(lambda: len(gate.begun) == 2)
+        ended: list[str] = []
+        for client, name, length in asked:
+            text = name.ljust(length, ".")
+            made = compiler.grammar(one_choice(text), "x", client).matcher()
+            made.start(partial(ended.append, name))
+        gate.open()
+        await until(lambda: len(ended) == len(asked))
+        texts = [json.dumps(source) for source in gate.begun[2:]]
+        names = {name for _, name, _ in asked}
+        return [next(name for name in names if f"{name}." in text) for text in texts]
+
+
+async def test_nobody_s_thousand_schemas_stand_before_another_s_one(gate):
+    asked = [("a", f"a{i}", 50) for i in range(1000)]
+    order = await compiled_in_order(gate, [*asked, ("b", "b0", 5000)])
+    assert order.index("b0") <= 2
+    assert len(order) == 1001
+
+
+async def test_of_one_client_s_the_shortest_goes_first(gate):
+    order = await compiled_in_order(
+        gate, [("a", "long", 9000), ("a", "middle", 900), ("a", "short", 90)]
+    )
+    assert order == ["short", "middle", "long"]
+
+
+async def test_what_one_client_may_have_waiting_has_a_bound(gate):
+    async def ask(server, i):
+        return await post(server, {"guided_choice": [f"{i:03}" + "x" * 149_000]})
+
+    async with fake_server() as server:
+        tasks = [asyncio.create_task(ask(server, i)) for i in range(60)]
+        done, waiting = await asyncio.wait(tasks, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        (status, body) = next(iter(done)).result()
+        assert (status, body["error"]["type"]) == (503, "overloaded_error")
+        assert "wait to be compiled" in body["error"]["message"]
+        assert (await post(server, {}))[0] == 200  # who asks for no grammar is served
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        gate.open()
         await server.wait_idle()
