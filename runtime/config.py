@@ -151,6 +151,15 @@ class SchedulerOptions:
                 )
 
 
+def check_capacity(tokens: int, page_size: int) -> None:
+    """Raises: ConfigError: a pool of so many tokens has no page for a request."""
+    if tokens < 3 * page_size:
+        raise ConfigError(
+            f"max_total_tokens {tokens}: must be at least three pages ({3 * page_size}), one of"
+            " which is reserved"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulerOptions):
     """What the scheduler decides by: the options, and what was derived from model and device.
@@ -172,11 +181,7 @@ class SchedulerConfig(SchedulerOptions):
 
     def __post_init__(self) -> None:
         SchedulerOptions.__post_init__(self)  # super() finds no class whose slots were added
-        if self.capacity_tokens < 3 * self.page_size:
-            raise ConfigError(
-                f"max_total_tokens {self.capacity_tokens}: must be at least three pages"
-                f" ({3 * self.page_size}), one of which is reserved"
-            )
+        check_capacity(self.capacity_tokens, self.page_size)
 
     @property
     def usable_tokens(self) -> int:

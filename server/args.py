@@ -12,6 +12,8 @@ import argparse
 import difflib
 import json
 import os
+import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,6 +34,9 @@ GROUPS: tuple[tuple[str, type], ...] = (
 )
 OPTIONS = {item.name: item for _, record in GROUPS for item in options_of(record)}
 
+# Kubernetes sets these where a service is called loomserve; the tests have their own.
+_FOREIGN = re.compile(r"SERVICE_|PORT_\d|TEST_|CLIENTS_")
+_PREFIX = "LOOMSERVE_"
 _EPILOG = f"""\
 Each option is also a key of the file given with --config, in JSON or TOML (YAML is not read), and
 an environment variable: LOOMSERVE_PORT for --port. The command line goes before the environment,
@@ -87,6 +92,8 @@ def parse_args(argv: Sequence[str], prog: str = "python -m server") -> ServerCon
     with status 2 and one line where it cannot be."""
     parser = make_parser(prog)
     given, unknown = parser.parse_known_args(argv)
+    for warning in unknown_variables(os.environ):
+        print(f"{prog}: warning: {warning}", file=sys.stderr)
     try:
         return _configuration(vars(given), unknown)
     except ConfigError as error:
@@ -142,6 +149,17 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """What to say of variables that look like options and are none."""
+    known = {item.environment_variable.removeprefix(_PREFIX) for item in OPTIONS.values()}
+    given = (name.removeprefix(_PREFIX) for name in sorted(environ) if name.startswith(_PREFIX))
+    return [
+        f"${_PREFIX}{name} is no option" + _hint(name, sorted(known), f"${_PREFIX}")
+        for name in given
+        if name not in known and not _FOREIGN.match(name)
+    ]
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """Option values by field name, from JSON or TOML (by the file's ending).
 
@@ -179,9 +197,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
 _FLAGS = {item.flag: item for item in OPTIONS.values()}
 
 
-def _hint(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+def _hint(word: str, known: Sequence[str] | Mapping[str, Any], before: str = "") -> str:
     near = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {before}{near[0]}?" if near else ""
 
 
 def public_options(config: ServerConfig) -> dict[str, Any]:

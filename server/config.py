@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from runtime.config import RunnerConfig, SchedulerOptions
+from runtime.config import RunnerConfig, SchedulerOptions, check_capacity
 from runtime.errors import ConfigError
 from runtime.options import check_options, option
 from server.formats.reasoning import REASONING_FAMILIES
@@ -148,6 +148,8 @@ class ServerConfig:
             raise ConfigError("kv_events_replay and kv_events_topic: need kv_events")
         if self.kv_events is not None and self.scheduler.disable_radix_cache:
             raise ConfigError("kv_events with disable_radix_cache: there is no cache to tell of")
+        if self.runner.max_total_tokens is not None:
+            check_capacity(self.runner.max_total_tokens, self.scheduler.page_size)
         _check_chunking(self.scheduler)
 
 

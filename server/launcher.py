@@ -15,6 +15,7 @@ from runtime.errors import ConfigError, LoomserveError
 from server.console import progress, set_up_logging
 from server.http.sockets import allow_files, forget_path, listen, listen_on_path
 from server.loading import load
+from server.preflight import check_before_loading
 from server.service import make_service
 from server.serving import serve
 from server.startup import answering_probes
@@ -37,6 +38,7 @@ def run(config: ServerConfig) -> int:
     try:
         sockets = listen_on_path(config.uds) if config.uds else listen(config.host, config.port)
         context = tls_context(config)
+        check_before_loading(config)
         with answering_probes(sockets, context):
             service = make_service(config, load(config))
             signals.check()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from runtime.errors import ConfigError
 from server.formats.model_format import ModelFormat
 from server.generation.engine import Engine
 from server.generation.generator import Generation, Generator
@@ -161,12 +160,8 @@ def _model_format(config: ServerConfig, parts: Parts) -> ModelFormat:
 def _kv_events(config: ServerConfig, scheduler: Scheduler) -> KVEventPublisher | None:
     if config.kv_events is None:
         return None
-    try:
-        from server.generation.kv_events import KVEventPublisher
-    except ImportError:
-        raise ConfigError(
-            "kv_events: needs pyzmq and msgspec; pip install -e '.[kv-events]'"
-        ) from None
+    from server.generation.kv_events import KVEventPublisher
+
     watched = scheduler.watch_cache()
     return KVEventPublisher(
         watched, config.kv_events, config.kv_events_replay, config.kv_events_topic

@@ -51,22 +51,12 @@ class KVEventPublisher:
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._number = 0
         self._context = zmq.Context()
-        self._publisher = self._socket(zmq.PUB, "kv_events", endpoint, bind=_is_bound(endpoint))
+        self._publisher = _open(self._context, "kv_events", endpoint, replays=False)
         self._thread: threading.Thread | None = None
         if replay is not None:
-            router = self._socket(zmq.ROUTER, "kv_events_replay", replay, bind=True)
+            router = _open(self._context, "kv_events_replay", replay, replays=True)
             self._thread = threading.Thread(target=self._replay, args=(router,), daemon=True)
             self._thread.start()
-
-    def _socket(self, kind: int, option: str, endpoint: str, *, bind: bool) -> Any:
-        socket = self._context.socket(kind)
-        socket.set_hwm(SEND_BATCHES)
-        try:
-            (socket.bind if bind else socket.connect)(endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(f"{option} {endpoint!r}: {error.strerror}") from None
-        return socket
 
     def publish(self) -> None:
         """Sends what has happened since the last time, if anything has."""
@@ -127,3 +117,24 @@ def _fields(event: CacheEvent) -> list[Any]:
     if isinstance(event, BlockRemoved):
         return ["BlockRemoved", event.hashes, MEDIUM]
     return ["AllBlocksCleared"]
+
+
+def check_endpoints(endpoint: str, replay: str | None) -> None:
+    """Raises: ConfigError: a publisher could not use them."""
+    context = zmq.Context()
+    opened = [_open(context, "kv_events", endpoint, replays=False)]
+    if replay is not None:
+        opened.append(_open(context, "kv_events_replay", replay, replays=True))
+    context.destroy(linger=0)  # with what was opened
+
+
+def _open(context: zmq.Context[Any], option: str, endpoint: str, *, replays: bool) -> Any:
+    """A socket to publish on, or to replay from. Ends the context where it cannot be opened."""
+    socket = context.socket(zmq.ROUTER if replays else zmq.PUB)
+    socket.set_hwm(SEND_BATCHES)
+    try:
+        (socket.bind if replays or _is_bound(endpoint) else socket.connect)(endpoint)
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise ConfigError(f"{option} {endpoint!r}: {error.strerror}") from None
+    return socket

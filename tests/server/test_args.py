@@ -50,6 +50,7 @@ def refusal(capsys, *argv):
 # One value inside the bound for every option; where one option needs another, both.
 COMPANIONS: dict[str, dict[str, Any]] = {
     "max_prefill_tokens": {"page_size": 1},
+    "max_total_tokens": {"page_size": 1},
     "ssl_certfile": {"ssl_keyfile": "key.pem"},
     "ssl_keyfile": {"ssl_certfile": "cert.pem"},
     "kv_events_replay": {"kv_events": "tcp://*:5557"},

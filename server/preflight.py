@@ -1,0 +1,37 @@
+"""What can be told of the options before a model is loaded, which may take minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from server.config import ServerConfig
+
+
+def check_before_loading(config: ServerConfig) -> None:
+    """Raises: ConfigError: an option that could not be kept once everything is loaded."""
+    if config.record is not None:
+        _check_writable("record", Path(config.record))
+    if config.kv_events is not None:
+        try:
+            from server.generation.kv_events import check_endpoints
+        except ImportError:
+            raise ConfigError(
+                "kv_events: needs pyzmq and msgspec; pip install -e '.[kv-events]'"
+            ) from None
+        check_endpoints(config.kv_events, config.kv_events_replay)
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Changes nothing: a file that is there is only emptied when it is written."""
+    found = path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if not found:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
