@@ -7,6 +7,7 @@ its forward pass runs meanwhile. Steps run in the order of their launch.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,6 +46,7 @@ class StepOutput:
             entry is missing in a prompt's last chunk).
         failed: by index into `sampled`, why the row gave no token (a NaN logit, an empty mask).
         device_s: seconds the device spent on the step.
+        idle_s: seconds between the end of the step before it, on the device, and its beginning.
     """
 
     token_ids: list[int]
@@ -52,6 +54,7 @@ class StepOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     device_s: float = 0.0
+    idle_s: float = 0.0
 
 
 class LaunchedStep:
@@ -62,15 +65,17 @@ class LaunchedStep:
     Attributes:
         may_sample: `sample` has been called.
         masks: what it was called with.
+        ended_s: when it was done, on the monotonic clock.
     """
 
-    __slots__ = ("_future", "_when_sampled", "masks", "may_sample")
+    __slots__ = ("_future", "_when_sampled", "ended_s", "masks", "may_sample")
 
     def __init__(self, when_sampled: Callable[[LaunchedStep], None]) -> None:
         self._future: Future[StepOutput] = Future()
         self._when_sampled = when_sampled
         self.may_sample = False
         self.masks: SampleMasks | None = None
+        self.ended_s = 0.0
 
     def sample(self, masks: SampleMasks | None) -> None:
         """Lets the step sample once its forward pass is done. Called once; never blocks."""
@@ -94,6 +99,7 @@ class LaunchedStep:
 
     def end(self, result: StepOutput | BaseException) -> None:
         """The step is done: gives what it computed, or why it could not."""
+        self.ended_s = time.monotonic()
         if isinstance(result, BaseException):
             self._future.set_exception(result)
         else:

@@ -19,6 +19,7 @@ from server.api import (
     routing,
     simulator,
     tokens,
+    trace,
 )
 from server.api.docs import pages as docs
 from server.http.listeners import open_listener
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 PROTOCOLS = (
     *(chat, completions, responses, messages, generate, models, tokens, routing, admin, docs),
-    *(live, page, simulator),
+    *(live, trace, page, simulator),
 )
 
 

@@ -58,6 +58,11 @@ class ServerConfig:
         " and scripts/simulate.py",
         metavar="FILE",
     )
+    trace: str | None = option(
+        None,
+        "write what the server did when, for each step and request, to this file, for Perfetto",
+        metavar="FILE",
+    )
 
     chat_template: str | None = option(
         None, "a Jinja chat template that replaces the model's", metavar="FILE"

@@ -22,10 +22,13 @@ from server.http.api_key import check_key
 from server.http.errors import Draining, ErrorAnswer, error_answer, internal_error
 from server.http.origins import check_origin, cors_headers, is_preflight
 from server.http.protocol import check_version
+from server.observability.request_report import report_of
 from server.service import GENERATION, RECEIVED, REQUEST_ID, SERVICE, json_response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from server.observability.request_report import RequestReport
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -56,6 +59,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     finally:
         service.connections.idle(request.transport)
+        if service.reports and GENERATION in request:
+            service.reports.tell(_report(request, status))
         if service.config.access_log:
             access.info("%s", _access_line(request, status))
 
@@ -67,6 +72,17 @@ def _name_task(request: web.Request) -> None:
     task = asyncio.current_task()
     assert task is not None
     task.set_name(f"{request.method} {path} of request {request[REQUEST_ID]}")
+
+
+def _report(request: web.Request, status: int) -> RequestReport:
+    return report_of(
+        request[GENERATION],
+        request_id=request[REQUEST_ID],
+        path=request.path,
+        status=status,
+        ended_s=request.app[SERVICE].engine.clock(),
+        headers=request.headers,
+    )
 
 
 def _access_line(request: web.Request, status: int) -> str:

@@ -16,8 +16,10 @@ from server.generation.engine import Engine
 from server.generation.generator import Generation, Generator
 from server.generation.metrics import Metrics
 from server.generation.params import ApiLimits, SamplingDefaults
+from server.generation.watchers import Watchers
 from server.http.connections import Connections
 from server.observability.live import LiveView
+from server.observability.tracing import Tracing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from runtime.scheduling.scheduler import Scheduler
     from server.config import ServerConfig
     from server.generation.kv_events import KVEventPublisher
+    from server.observability.request_report import RequestReport
     from server.text.tokenizer import Tokenizer
 
 
@@ -66,6 +69,7 @@ class Service:
     """The running server as its handlers see it.
 
     Args:
+        reports: told of each request for text when its answer is over.
         eos_token_ids: ids by which the model ends.
         draining: set once; from then on no new request is taken.
     """
@@ -78,6 +82,8 @@ class Service:
     limits: ApiLimits
     model_format: ModelFormat
     live: LiveView
+    reports: Watchers[RequestReport]
+    tracing: Tracing
     connections: Connections
     source: ModelSource
     eos_token_ids: frozenset[int]
@@ -111,6 +117,10 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
     )
     connections = _connections(config)
     metrics.connections = lambda: len(connections)
+    reports: Watchers[RequestReport] = Watchers()
+    tracing = Tracing(generator, reports)
+    if config.trace is not None:
+        tracing.write_to(config.trace)
     return Service(
         config=config,
         engine=engine,
@@ -120,6 +130,8 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         limits=limits,
         model_format=_model_format(config, parts),
         live=LiveView(engine),
+        reports=reports,
+        tracing=tracing,
         connections=connections,
         source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,

@@ -50,6 +50,7 @@ async def serve(
         listener.close()
     await service.engine.stop()
     await runner.cleanup()
+    service.tracing.close()
     service.model_format.close()
     service.tokenizer.close()
     service.engine.runner.close()

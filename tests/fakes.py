@@ -186,6 +186,7 @@ async def fake_server(
         await service.engine.stop()
         listener.close()
         await runner.cleanup()
+        service.tracing.close()
         service.model_format.close()
         service.tokenizer.close()
         simulated.close()

@@ -133,19 +133,26 @@ class SimRunner:
 
     def _work(self) -> None:
         assert self._step_seconds is not None
+        ended: float | None = None
         while (launched := self._jobs.get()) is not None:
             batch, step = launched
+            begun = time.monotonic()
             time.sleep(self._step_seconds(batch))
             # Steps may sample in launch order, so this one's leave comes first.
             if self._may_sample.get():
-                self._finish(batch, step)
+                idle_s = 0.0 if ended is None else begun - ended
+                ended = time.monotonic()
+                self._finish(batch, step, ended - begun, idle_s)
             else:
                 self._may_sample.put(False)  # for the next one
                 step.end(RuntimeError("the runner was closed before the step could sample"))
 
-    def _finish(self, batch: ScheduleBatch, step: LaunchedStep) -> None:
+    def _finish(
+        self, batch: ScheduleBatch, step: LaunchedStep, device_s: float = 0.0, idle_s: float = 0.0
+    ) -> None:
         try:
             output = self.run(batch, step.masks)
+            output.device_s, output.idle_s = device_s, idle_s
         except Exception as error:
             step.end(error)
         else:

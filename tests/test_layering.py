@@ -27,6 +27,7 @@ STANDARD_LIBRARY_ONLY = (
     "runtime/config.py",
     "runtime/errors.py",
     "runtime/options.py",
+    "runtime/private_files.py",
     "runtime/sizing.py",
     "runtime/request.py",
     "runtime/runner.py",

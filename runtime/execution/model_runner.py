@@ -111,6 +111,7 @@ class ModelRunner:
                 "decoder": "op by op" if decoder.compiled is None else "compiled",
             },
         )
+        self.last_end: Fence | None = None  # of the last step that has sampled
         self._launcher: Launcher = StreamLauncher(device) if device.queued else ThreadLauncher()
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
@@ -164,11 +165,13 @@ class ModelStep:
         self._prompt: LogprobTensors | None = None
         self._sampled: Sampled
         self._fences: list[Fence]
+        self._before: Fence | None = None
 
     def forward(self) -> None:
         """Runs or queues the model, up to the logits."""
         # Made here, where what they raise fails this step and none that was launched before it.
         self._fences = [self._runner.device.fence() for _ in range(4)]
+        self._before = self._runner.last_end
         self._fences[0].record()
         self._runner.restore(self._batch.restore)
         self._logits = self._replayed_logits() if self._may_replay() else self._eager_logits()
@@ -238,6 +241,7 @@ class ModelStep:
         if self._prompt is not None:
             self._prompt = self._prompt.to_host(runner.device)
         self._fences[3].record()
+        runner.last_end = self._fences[3]
 
     def output(self) -> StepOutput:
         """Blocks until the step is done."""
@@ -248,6 +252,8 @@ class ModelStep:
             device_s=forward_end.seconds_since(forward_start)
             + sample_end.seconds_since(sample_start),
         )
+        if self._before is not None:
+            output.idle_s = forward_start.seconds_since(self._before)
         if len(self._batch.sampled):
             output.token_ids = self._sampled.token_ids.tolist()
             output.failed = {i: _NOTHING_LEFT for i, t in enumerate(output.token_ids) if t < 0}

@@ -21,14 +21,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import stat
 from array import array
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, TextIO
 
 from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError
+from runtime.private_files import open_private
 from runtime.request import Finish, FinishReason, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class TraceWriter:
         self._path = path
         self._file: TextIO | None = None
         try:
-            self._file = open(path, "w", encoding="utf-8", opener=_open_private)  # noqa: SIM115
+            self._file = open(path, "w", encoding="utf-8", opener=open_private)  # noqa: SIM115
             self._append(head_event(config))
         except OSError as error:
             self.close()
@@ -116,14 +115,6 @@ class TraceWriter:
         if file is not None:
             with contextlib.suppress(OSError):  # what is still in its buffer is lost
                 file.close()
-
-
-def _open_private(path: str, flags: int) -> int:
-    """As `open` does, but readable by the owner alone: prompts stand in a trace."""
-    descriptor = os.open(path, flags, 0o600)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):  # it may have been there, with other rights
-        os.fchmod(descriptor, 0o600)
-    return descriptor
 
 
 @dataclass(slots=True)

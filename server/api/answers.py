@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runtime.errors import wrong
+from server.generation.timeline import TIMED_LAPS
 from server.http.errors import error_answer, internal_error
 from server.http.sse import DONE, EventStream, event
 from server.service import GENERATION, RECEIVED, REQUEST_ID, SERVICE, json_response
@@ -153,7 +154,10 @@ async def answer(
             return await _stream(request, made)
         async for delta in generation:
             made.add(delta)
-        return json_response(made.body())
+        begun = service.engine.clock()
+        response = json_response(made.body())
+        generation.writes.add(begun, service.engine.clock())
+        return response
 
 
 def wants_timings(request: web.Request) -> bool:
@@ -167,11 +171,17 @@ def wants_timings(request: web.Request) -> bool:
 
 
 async def _stream(request: web.Request, made: Answer) -> web.StreamResponse:
+    engine = request.app[SERVICE].engine
     out = EventStream(request, request.app[SERVICE].config.slow_reader_timeout)
     try:
         try:
             async for delta in made.generation:
-                await out.send(made.events(delta))
+                if engine.timed and not made.generation.deltas & TIMED_LAPS:
+                    begun = engine.clock()
+                    await out.send(made.events(delta))
+                    made.generation.writes.add(begun, engine.clock())
+                else:
+                    await out.send(made.events(delta))
             await out.send(made.closing())
         except ConnectionError:
             raise

@@ -125,7 +125,7 @@ def _check(replicas: int, devices: tuple[str, ...], server: ServerConfig) -> Non
         raise ConfigError(
             f"port {server.port}: the fleet takes it and the {replicas + 1} behind it"
         )
-    for name in ("uds", "ssl_certfile", "record", "kv_events"):
+    for name in ("uds", "ssl_certfile", "record", "trace", "kv_events"):
         if getattr(server, name) is not None:
             raise ConfigError(f"{name}: the replicas of a fleet cannot share it")
 

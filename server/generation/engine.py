@@ -26,6 +26,7 @@ from runtime.runner import failed_step
 from server.generation.output import ChoiceOutput, RequestStream
 from server.generation.pace import Pace
 from server.generation.step_reports import LoopStep, StepReports
+from server.generation.timeline import TIMED_LAPS
 from server.generation.token_masks import needs_mask, token_masks
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ class Engine:
         overlap: plan and launch the next step before the last one is read.
         kv_events: told whenever the prefix cache may have changed; None: nobody listens.
         clock: seconds; the scheduler sees no other time.
+
+    Attributes:
+        timed: how long making and writing text takes is noted in each request's timeline.
+        records, watch_steps: see `StepReports`.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Engine:
         self.metrics = metrics
         self.clock = clock
         self.dead: EngineDead | None = None
+        self.timed = False
         self._overlap = overlap
         self._kv_events = kv_events
         self._live: dict[str, ChoiceOutput] = {}
@@ -220,7 +226,7 @@ class Engine:
             choice = self._live.get(batch.requests[row].request_id)
             if choice is not None:
                 choice.timeline.launched(batch, row, launched)
-        return LoopStep(batch, step, last_reason, planned, launched), ""
+        return LoopStep(batch, step, last_reason, planned, launched, self.clock()), ""
 
     async def _sample(self, flight: LoopStep) -> None:
         """Lets a step sample whose masks had to wait for the tokens of the step before."""
@@ -243,8 +249,10 @@ class Engine:
             await self._take_back(flight, later, error)
             return False
         done = self.clock()
-        await self._deliver_step(self.scheduler.commit(flight.batch, output, done), done)
-        self._reports.step(flight.record(done, self.clock(), device_s=output.device_s))
+        news = self.scheduler.commit(flight.batch, output, done)
+        applied = self.clock()
+        await self._deliver_step(news, done)
+        self._reports.step(flight.record(output, done, applied, self.clock()))
         return True
 
     async def _take_back(self, flight: LoopStep, later: LoopStep | None, error: Exception) -> None:
@@ -260,8 +268,10 @@ class Engine:
         except Exception as gone:
             raise EngineDead(f"the device is gone ({_kind(gone)})") from gone
         now = self.clock()
-        self._deliver(self.scheduler.fail(flight.batch, "the model step failed", now), now)
-        self._reports.step(flight.record(now, self.clock(), failed=_kind(error)))
+        news = self.scheduler.fail(flight.batch, "the model step failed", now)
+        applied = self.clock()
+        self._deliver(news, now)
+        self._reports.step(flight.record(None, now, applied, self.clock(), failed=_kind(error)))
 
     async def _rest(self) -> None:
         """Nothing to compute: waits for work, or for the clock where requests wait for it."""
@@ -303,7 +313,10 @@ class Engine:
         if choice is None:  # ended already: a late token of the step in flight
             return
         try:
-            finish = choice.advance(output)
+            if self.timed and not choice.completion_tokens & TIMED_LAPS:
+                finish = self._advance_timed(choice, output)
+            else:
+                finish = choice.advance(output)
             self.metrics.tokens(choice, len(output.token_ids), now)
         except Exception as error:
             self._fail(choice, error)
@@ -312,6 +325,13 @@ class Engine:
             if finish is not output.finish:  # found in the text: the scheduler must be told
                 self.scheduler.finish(output.request.request_id, finish)
             self._leave(choice)
+
+    def _advance_timed(self, choice: ChoiceOutput, output: RequestOutput) -> Finish | None:
+        begun = self.clock()
+        try:
+            return choice.advance(output)
+        finally:
+            choice.timeline.text.add(begun, self.clock())
 
     def _close(self, choice: ChoiceOutput, finish: Finish) -> None:
         """Ends a choice from outside; its rows and pages follow when no step names them."""

@@ -18,7 +18,7 @@ from runtime.errors import GenerationFailed, InvalidRequest, QueueFull
 from runtime.request import FinishReason, Request
 from server.generation.bad_words import BadWords
 from server.generation.output import ChoiceRules
-from server.generation.timeline import timings
+from server.generation.timeline import Laps, timings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -64,6 +64,9 @@ class Generation:
     Choice `c` of prompt `p` has the index p * params.best_of + c.
 
     Args: request_id, client_id: as `Generator.start` has them; /abort_request knows it by both.
+    Attributes:
+        deltas: how many were read.
+        writes: of its answer, where they are timed (see `Engine.timed`).
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Generation:
         self._generator = generator
         self._stream = stream
         self._completion_tokens = 0
+        self.deltas = 0
+        self.writes = Laps()
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -112,6 +117,7 @@ class Generation:
                     delta.logprobs.clear()
                 self._completion_tokens += len(delta.token_ids)
                 yield delta
+                self.deltas += 1
 
     def usage(self) -> Usage:
         """Tokens so far; complete once the iteration has ended."""

@@ -26,9 +26,12 @@ class StepRecord:
         masked_rows: rows sampled under a grammar or bad words.
         decode_ids: request ids of its decode rows; prefill_ids of its prefill rows.
         reason: why the plan before it gave no batch ("" where it followed at once).
-        planned_s, launched_s, done_s, committed_s: moments in the step's life. With overlap the
-            next step is planned and launched between launched_s and done_s.
+        planned_s, launched_s, sent_s: the host began to plan it, to launch it, and was done. With
+            overlap these moments of the next step lie between sent_s and done_s.
+        ended_s: the device was done with it.
+        done_s, applied_s, committed_s: its result was read, applied to the scheduler, delivered.
         plan_s: seconds that planning it took. device_s: seconds the device spent on it.
+        idle_s: seconds that the device stood still before it; None: there was nothing to compute.
         retry: its rows were in a step that failed.
         failed: why the whole step failed, or None.
     """
@@ -45,10 +48,14 @@ class StepRecord:
     reason: str
     planned_s: float
     launched_s: float
+    sent_s: float
+    ended_s: float
     done_s: float
+    applied_s: float
     committed_s: float
     plan_s: float
     device_s: float
+    idle_s: float | None
     retry: bool = False
     failed: str | None = None
 

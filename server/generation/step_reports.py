@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from server.generation.step_records import StepRecord, StepRecords
+from server.generation.watchers import Watchers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from runtime.runner import LaunchedStep
+    from runtime.runner import LaunchedStep, StepOutput
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Scheduler
     from server.generation.metrics import Metrics
 
 log = logging.getLogger("loomserve.engine")
+
+# Why a plan gave no batch although there was work that could run.
+_WORK_WENT_ON = ("", "wait_commit")
 
 
 @dataclass(slots=True)
@@ -28,17 +30,19 @@ class LoopStep:
     reason: str  # why the plan before it gave no batch
     planned_s: float
     launched_s: float
+    sent_s: float
     masked_rows: int = 0
 
     def record(
         self,
+        output: StepOutput | None,
         done_s: float,
+        applied_s: float,
         committed_s: float,
         *,
-        device_s: float = 0.0,
         failed: str | None = None,
     ) -> StepRecord:
-        """What is kept of it, once it is over."""
+        """What is kept of it, once it is over. output: None where it has failed."""
         batch = self.batch
         ids = [request.request_id for request in batch.requests]
         return StepRecord(
@@ -54,10 +58,14 @@ class LoopStep:
             reason=self.reason,
             planned_s=self.planned_s,
             launched_s=self.launched_s,
+            sent_s=self.sent_s,
+            ended_s=min(self.step.ended_s, done_s),
             done_s=done_s,
+            applied_s=applied_s,
             committed_s=committed_s,
             plan_s=self.launched_s - self.planned_s,
-            device_s=device_s,
+            device_s=0.0 if output is None else output.device_s,
+            idle_s=output.idle_s if output and self.reason in _WORK_WENT_ON else None,
             retry=batch.retry,
             failed=failed,
         )
@@ -66,14 +74,17 @@ class LoopStep:
 class StepReports:
     """Keeps records, counts, and warns once of each thing.
 
-    Attributes: records: of the last steps.
+    Attributes:
+        records: of the last steps.
+        watch: see `Watchers`; a watcher is called with each record.
     """
 
     def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
         self.records = StepRecords()
         self._scheduler = scheduler
         self._metrics = metrics
-        self._watchers: list[Callable[[StepRecord], None]] = []
+        self._watchers: Watchers[StepRecord] = Watchers()
+        self.watch = self._watchers.watch
         self._broken: str | None = None  # the last failed recount that was reported
         self._target_feasible = True  # as last reported
 
@@ -81,29 +92,8 @@ class StepReports:
         """A step was committed, or has failed."""
         self.records.append(record)
         self._metrics.step(record)
-        for watcher in tuple(self._watchers):
-            self._tell(watcher, record)
+        self._watchers.tell(record)
         self._watch_target()
-
-    def watch(self, watcher: Callable[[StepRecord], None]) -> Callable[[], None]:
-        """Calls `watcher` with every further record, on the event loop, in the step's own time: it
-        must be quick. One that raises is called no more, and serving goes on.
-
-        Returns: what ends it; may be called twice.
-        """
-        self._watchers.append(watcher)
-        return lambda: self._unwatch(watcher)
-
-    def _unwatch(self, watcher: Callable[[StepRecord], None]) -> None:
-        if watcher in self._watchers:
-            self._watchers.remove(watcher)
-
-    def _tell(self, watcher: Callable[[StepRecord], None], record: StepRecord) -> None:
-        try:
-            watcher(record)
-        except Exception:
-            log.exception("a watcher of the steps failed; it is told no more")
-            self._unwatch(watcher)
 
     def recounted(self) -> None:
         """The scheduler has recounted its books; says so where they are wrong."""

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from runtime.request import Request
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
+TIMED_LAPS = 15  # a lap is timed where its number has none of these bits
+LONG_LAP_S = 1e-4
+MAX_LAPS = 64
+
 
 class Chunk(NamedTuple):
     """A piece of a prompt: the step that computed it, when that was launched, its tokens."""
@@ -33,6 +37,33 @@ class Spell(NamedTuple):
     until_s: float
 
 
+class Laps:
+    """Something that is done for a request for every token: how long it takes, of every 16th lap
+    that is timed, and when, of the first and of those that took long.
+
+    Attributes: kept: begin and end of such laps, in order.
+    """
+
+    __slots__ = ("_count", "_seconds", "kept")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._seconds = 0.0
+        self.kept: list[tuple[float, float]] = []
+
+    def add(self, begun_s: float, ended_s: float) -> None:
+        """One lap is over."""
+        lap = ended_s - begun_s
+        self._seconds += lap
+        if not self._count or (lap > LONG_LAP_S and len(self.kept) < MAX_LAPS):
+            self.kept.append((begun_s, ended_s))
+        self._count += 1
+
+    @property
+    def mean_s(self) -> float:
+        return self._seconds / max(1, self._count)
+
+
 @dataclass(slots=True, eq=False)
 class Timeline:
     """One choice. Moments are seconds on the engine's clock, None until they come.
@@ -45,6 +76,7 @@ class Timeline:
         chunks: launched pieces of its prompt, also of one that is computed again.
         queued_s: seconds in the queue before the first token.
         waited_s: at its end, seconds waited by blocking term.
+        text: how long making text of tokens took, where that is noted (see `Engine.timed`).
         tokens: at its end, tokens delivered.
         finish: how it ended.
     """
@@ -57,6 +89,7 @@ class Timeline:
     last_token_s: float | None = None
     ended_s: float | None = None
     queued_s: float = 0.0
+    text: Laps = field(default_factory=Laps)
     waited_s: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 0
     finish: str = "error"

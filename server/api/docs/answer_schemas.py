@@ -134,5 +134,11 @@ ANSWERS: dict[str, Schema] = {
     "Rendered": record({"request_id": STRING, "model": STRING, "token_ids": array(INTEGER)}),
     "RenderedPrompts": array(ref("Rendered"), least=1),
     "Steps": record({"total": INTEGER, "steps": array(OBJECT)}),
+    "Trace": array(
+        record(
+            {"name": STRING, "ph": STRING, "ts": NUMBER, "pid": INTEGER, "tid": INTEGER},
+            {"dur": NUMBER, "args": OBJECT},
+        )
+    ),
     "Requests": record({"full": BOOLEAN, "reason": STRING, "requests": array(OBJECT)}),
 }

@@ -19,10 +19,14 @@ def record(step: int) -> StepRecord:
         reason="",
         planned_s=0.0,
         launched_s=0.0,
+        sent_s=0.0,
+        ended_s=0.0,
         done_s=0.0,
+        applied_s=0.0,
         committed_s=0.0,
         plan_s=0.0,
         device_s=0.0,
+        idle_s=None,
     )
 
 
