@@ -193,6 +193,11 @@ class Client:
             return f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + framed + b"0\r\n\r\n"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
+    @property
+    def held_up(self) -> bool:
+        """Whether the whole world was."""
+        return self._counts["held up"] > 0
+
     def _leave(self, call: Call) -> None:
         call.left = self._gone = True
         self._counts[f"left while {self.manners.leaves}"] += 1
@@ -280,6 +285,7 @@ class Excuses:
         drained_s, dead_s: since when the server drains, or its engine is dead.
         aborts: (from, to, name or None for all) of every order to abort.
         struck: prompts whose row was alone in a step that failed: that is taken for their fault.
+            And those that have read what a prompt left behind which would have given no number.
     """
 
     drained_s: float = float("inf")
@@ -340,8 +346,10 @@ def _judge_part(
     leaves = not client.manners.patient and (last or client.manners.pipelines)
     # Whose bytes take longer than the server waits for them.
     late = client.manners.pieces and call.ended_s - call.sent_s >= SLOW_S
-    # An answer that waits for its reader is sent, to the server: the connection is idle.
-    idle = bool(client.manners.read_pause_s) and not call.answer.status
+    # Between two answers the server may end a connection, and does where it is idle for long: it is
+    # so too while its client has not read the last answer, or everybody is held up.
+    slow = client.manners.read_pause_s or client.held_up
+    idle = bool(slow) and call is not client.calls[0] and not call.answer.status
     excused = closed or "drain" in given or leaves or late or idle
     problems = [] if excused else [f"{call.asked.path}: the answer was cut off"]
     asked, answer = call.asked, call.answer

@@ -100,6 +100,8 @@ class WorldRunner:
         self._slots = array("i", [0]) * (pages * page_size)
         self._table: dict[int, dict[int, int]] = {}
         self._newest: dict[int, int] = {}
+        self._spoilers: dict[int, str] = {}  # of a slot that was spoilt, whose prompt did it
+        self._told: set[str] = set()  # prompts that are known to give no number
         self._free_s = 0.0  # when the device is done with what may sample
         self._launched: list[tuple[ScheduleBatch, LaunchedStep, bool]] = []  # bool: is behind
         self._running = False
@@ -176,6 +178,7 @@ class WorldRunner:
         if self._faults.happens("late step"):
             self._strike(batch)
             raise RuntimeError("a step failed after it had sampled")
+        self._told.update(batch.requests[batch.sampled[i]].request_id for i in output.failed)
         return output
 
     def _strike(self, batch: ScheduleBatch) -> None:
@@ -201,11 +204,13 @@ class WorldRunner:
                 at += length
             else:
                 new = [self._newest[row]]
-            if NO_NUMBER in batch.requests[b].input_ids:
-                new = [SPOILT] * length
-            table = self._table[row]
+            request, table = batch.requests[b], self._table[row]
+            spoils = NO_NUMBER in request.input_ids
             for position, token in enumerate(new, start):
-                self._slots[table[position // size] * size + position % size] = token
+                slot = table[position // size] * size + position % size
+                self._slots[slot] = SPOILT if spoils else token
+                if spoils:
+                    self._spoilers[slot] = request.request_id
         assert at == len(batch.input_ids)
 
     def _history(self, row: int, length: int) -> bytes:
@@ -227,6 +232,7 @@ class WorldRunner:
             token = 0
             if SPOILT.to_bytes(4, "little", signed=True) in history:
                 self._faults.counts["no number"] += 1
+                self._note_spoilt(request, batch.rows[b], length)
                 output.failed[i] = "a logit is not a number"
             else:
                 token = next_token(zlib.crc32(history), allowed.get(i))
@@ -235,6 +241,17 @@ class WorldRunner:
             output.token_ids.append(token)
         self._score(batch, output)
         return output
+
+    def _note_spoilt(self, request: Request, row: int, length: int) -> None:
+        """A prompt that has left before its first token was due is known to nobody as one that gives
+        no number: what it has put into the cache fails its readers."""
+        if NO_NUMBER in request.input_ids:
+            return
+        size, table = self._page_size, self._table[row]
+        slots = [table[at // size] * size + at % size for at in range(length)]
+        makers = {self._spoilers[slot] for slot in slots if self._slots[slot] == SPOILT}
+        if not makers & self._told:
+            self._faults.struck.add(tuple(request.input_ids))
 
     def _score(self, batch: ScheduleBatch, output: StepOutput) -> None:
         counts = [batch.requests[b].sampling.logprobs for b in batch.sampled]
