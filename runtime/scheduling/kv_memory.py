@@ -139,7 +139,9 @@ class KVMemory:
         request.length = match.tokens
         self.cache.count_use(match.node)
         record.node = match.node
-        record.tree_tokens = record.matched_tokens = match.tokens
+        record.tree_tokens = match.tokens
+        # What it finds the second time it may have computed itself, before it had to make way.
+        record.matched_tokens = min(match.tokens, request.cached_tokens)
         record.synced_pages = 0
 
     def grow(self, request: Request, tokens: int) -> None:

@@ -299,6 +299,25 @@ class TestRowsWithoutNumbers:
         assert_answers(driver, {"again": 5})
         driver.assert_all_free()
 
+    def test_nor_what_it_has_computed_before_it_made_way(self) -> None:
+        driver = Driver(config(capacity_tokens=2001, max_running_requests=1), overlap=False)
+        prompt = list(range(6000, 6000 + 150))
+        driver.add(request("bad", prompt, 5))
+        driver.step()
+        driver.add(request("high", 20, 1, priority=100))
+        driver.step()
+        bad = driver.scheduler._life.live["bad"]
+        assert bad.retractions == 1
+        while driver.reason_or_none("bad") is None:
+            batch = present(driver.plan().batch)
+            last = "bad" in names(batch) and batch.sampled
+            driver.commit(failed=[0] if last else [])
+        assert bad.scheduling.admissions == 2
+        driver.add(request("again", prompt, 5))
+        driver.run()
+        assert driver.ended["again"].request.cached_tokens == 0
+        driver.assert_all_free()
+
     @pytest.mark.parametrize("steps", [0, 1], ids=["in flight", "not in flight"])
     def test_who_was_built_on_it_starts_anew(self, steps: int) -> None:
         """z is admitted on what x puts into the cache when its last chunk is launched."""
