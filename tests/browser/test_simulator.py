@@ -50,14 +50,20 @@ LONG = {
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """Of the page, on a server that has Pyodide."""
+def pyodide() -> RunnerConfig:
+    """Options of a server that has Pyodide."""
     device = parse_args([]).runner  # with $LOOMSERVE_CACHE, where it is set
     try:
         fetch_pyodide(device.cache_folder, print)
     except LoomserveError as error:
         missing(str(error))
-    with sim_server(device=device) as served:
+    return device
+
+
+@pytest.fixture(scope="module")
+def url(pyodide: RunnerConfig) -> Iterator[str]:
+    """Of the page."""
+    with sim_server(device=pyodide) as served:
         yield served.url + "/simulator"
 
 
@@ -120,12 +126,13 @@ def test_decisions_are_those_of_this_python_to_the_byte(open_page, url, tmp_path
     setting.get_by_label("order of the queue").select_option("hrrn")
     with page.expect_download() as saved:
         setting.get_by_role("button", name="Save its decisions").click()
-    here = decisions(json.dumps(record_of(page)))
+    here = decisions(json.dumps(record_of()))
     assert here.count('"event":"commit"') > 300
     assert Path(saved.value.path()).read_bytes() == here.encode()
 
     trace = tmp_path / "trace.jsonl"
     trace.write_bytes(gzip.decompress((TRACES / "version_1.jsonl.gz").read_bytes()))
+    page.get_by_text("What is served").click()
     page.get_by_label("of a recorded trace").check()
     page.locator("#trace").set_input_files(trace)
     page.get_by_text("step times fitted to").wait_for()
@@ -150,6 +157,7 @@ def test_two_settings_stand_side_by_side_and_a_run_can_be_stopped(open_page, url
     assert re.search(r"^\+[\d.,]+ (ms|s) \(\+[\d,]+ %\)$", first[7])
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
+    page.get_by_text("What is served").click()
     fill(page, "chat", {"requests": "5000"})
     page.get_by_role("button", name="Load and run").click()
     page.get_by_text(re.compile(r"^A: [1-9][\d,]* steps, \d+ requests ended")).wait_for(
@@ -158,6 +166,22 @@ def test_two_settings_stand_side_by_side_and_a_run_can_be_stopped(open_page, url
     page.get_by_role("button", name="Stop").click()
     page.locator("#progress").wait_for(state="hidden")
     assert page.get_by_role("heading", name="B: disable_mixed_chunk=true").first.is_visible()
+
+
+def test_what_the_server_has_recorded_is_run_for_who_has_the_key(open_page, pyodide, tmp_path):
+    (trace := tmp_path / "trace.jsonl").write_text(decisions(json.dumps(record_of())))
+    with sim_server(device=pyodide, record=str(trace), api_key="secret") as served:
+        page = open_page(served.url + "/simulator", expected_errors=("401",))
+        page.set_default_timeout(120_000)
+        page.locator("#machine option").first.wait_for(state="attached")
+        page.get_by_label("of a recorded trace").check()
+        page.get_by_role("button", name="What this server has recorded").click()
+        page.get_by_label("API key").fill("secret")
+        page.get_by_role("button", name="Use it").click()
+        page.get_by_text(re.compile("43 requests .* step times fitted to")).wait_for()
+        page.get_by_role("row", name="Largest gap between tokens").wait_for()
+        setting = page.locator(".setting").first
+        assert setting.get_by_label("order of the queue").input_value() == "hrrn", "as recorded"
 
 
 def test_without_pyodide_the_page_says_what_fetches_it(open_page, tmp_path):
@@ -202,8 +226,8 @@ def test_ten_thousand_steps_are_drawn_within_a_second(open_page, tmp_path, capsy
     assert took_ms < 1000
 
 
-def record_of(page: Page) -> dict:
-    """What the page has loaded and set, as its worker was asked for it."""
+def record_of() -> dict:
+    """What a page has loaded that was filled with the small load, and set in the test of decisions."""
     workloads = []
     for name, values, seed in (("chat", SMALL, 0), ("long", LONG, 1)):
         number = {

@@ -13,6 +13,7 @@ import pytest
 
 from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError
+from runtime.simulation.live_run import read_live_run
 from runtime.simulation.recorder import RecordingScheduler
 from runtime.simulation.trace import read_trace
 from server.config import ServerConfig
@@ -22,7 +23,7 @@ from tests.fakes import IM_END, byte_tokenizer, fake_runner, fake_server
 
 
 @asynccontextmanager
-async def recorded_server(path):
+async def recorded_server(path, **options):
     runner = fake_runner()
     config = SchedulerConfig(
         capacity_tokens=runner.info.max_total_tokens,
@@ -31,7 +32,8 @@ async def recorded_server(path):
         max_running_requests=16,
     )
     parts = Parts(runner, make_scheduler(config, str(path)), byte_tokenizer(), "fake")
-    async with fake_server(make_service(ServerConfig(port=0), parts)) as server:
+    given = ServerConfig(port=0, record=str(path), **options)
+    async with fake_server(make_service(given, parts)) as server:
         yield server
 
 
@@ -46,6 +48,33 @@ async def test_every_plan_and_commit_of_a_run_is_in_the_trace(tmp_path):
     assert kinds.count("add") == 3
     assert kinds.count("commit") == steps
     assert kinds.count("plan") >= steps
+
+
+async def test_recorded_trace_is_told_to_who_has_the_key_without_what_was_said(tmp_path):
+    path, told = tmp_path / "run.trace", tmp_path / "told.trace"
+    async with recorded_server(path, api_key="secret") as server:
+        server.client.headers["Authorization"] = "Bearer secret"
+        await server.complete("a prompt of some length", max_tokens=5)
+        await server.wait_idle()
+        async with server.client.get(server.url + "/debug/recorded_trace") as answer:
+            assert answer.status == 200
+            told.write_bytes(await answer.read())
+        assert (await server.get("/simulator/setup"))[1]["records"] is True
+        del server.client.headers["Authorization"]
+        assert (await server.get("/debug/recorded_trace"))[0] == 401
+    recorded, live = read_live_run(read_trace(path)), read_live_run(read_trace(told))
+    assert live.step_times == recorded.step_times
+    ids, said = live.arrivals[0].input_ids, recorded.arrivals[0].input_ids
+    assert len(ids) == len(said)
+    assert ids != said
+
+
+async def test_server_that_records_nothing_says_so():
+    async with fake_server() as server:
+        status, body = await server.get("/debug/recorded_trace")
+        assert status == 409
+        assert "--record FILE does" in body["error"]["message"]
+        assert (await server.get("/simulator/setup"))[1]["records"] is False
 
 
 class FullDisk(io.StringIO):

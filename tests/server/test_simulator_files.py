@@ -90,6 +90,7 @@ async def test_files_are_served_to_those_without_a_key_too(package: Path) -> Non
         assert (await server.get("/simulator/setup"))[1] == {
             "pyodide": True,
             "command": "loomserve fetch-pyodide",
+            "records": False,
         }
         for name, media in PYODIDE_FILES.items():
             async with server.client.get(f"{server.url}/simulator/pyodide/{name}") as answer:

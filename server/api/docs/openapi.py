@@ -107,6 +107,8 @@ ROUTES = (
     Route("GET", "/simulator/pyodide/{name}", "A file of Python for browsers",
           media="application/wasm", parameters=(("name", "path", _TEXT),)),
     Route("GET", "/simulator/sources.zip", "The scheduler's sources", media="application/zip"),
+    Route("GET", "/debug/recorded_trace", "What --record has written, without what was said",
+          media="application/jsonl"),
     Route("GET", "/openapi.json", "This description", media="application/json"),
     Route("GET", "/docs", "This description, to read", media="text/html"),
 )  # fmt: skip

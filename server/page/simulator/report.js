@@ -24,9 +24,13 @@ export class Report {
     this._timelines = [];
     this._runs = [];
     root.replaceChildren(
-      this._figures,
+      element(
+        "div",
+        { class: "overview" },
+        section("Figures", this._figures),
+        section("Gaps between tokens", this._gaps),
+      ),
       section("Steps", this._steps),
-      section("Gaps between tokens", this._gaps),
       section(
         "Requests",
         element("div", { class: "chosen" }, this._requests.element, this._request),

@@ -1,5 +1,6 @@
 // The page: what is served, one setting or two, and the report of their runs.
 
+import { ServerError, ask } from "/page/api.js";
 import { Python, PythonError } from "/page/simulator/python.js";
 import { Report } from "/page/simulator/report.js";
 import { Setting } from "/page/simulator/settings.js";
@@ -43,10 +44,10 @@ async function start() {
   }
   by("loaded").textContent = "";
   by("load-button").disabled = false;
-  listen();
+  listen(setup);
 }
 
-function listen() {
+function listen(setup) {
   by("load").addEventListener("submit", (event) => {
     event.preventDefault();
     load();
@@ -55,11 +56,13 @@ function listen() {
     radio.addEventListener("change", showSource);
   }
   by("trace").addEventListener("change", () => load());
+  by("own-trace").hidden = !setup.records;
+  by("own-trace").addEventListener("click", () => load(ownTrace));
   by("compare").addEventListener("change", () => {
     settings[1].element.hidden = !by("compare").checked;
     runSoon();
   });
-  by("settings").addEventListener("submit", (event) => event.preventDefault());
+  by("options").addEventListener("submit", (event) => event.preventDefault());
   by("stop").addEventListener("click", () => {
     wanted += 1;
     current?.stop();
@@ -69,6 +72,7 @@ function listen() {
     event.preventDefault();
     if (!event.dataTransfer.files.length) return;
     by("trace").files = event.dataTransfer.files;
+    by("served").open = true;
     document.querySelector("[name=source][value=trace]").checked = true;
     showSource();
     load();
@@ -91,14 +95,14 @@ function showSource() {
 
 // What is served
 
-async function load() {
+// traceFile: gives the trace to load, where one is wanted.
+async function load(traceFile = chosenTrace) {
   const mine = (wanted += 1);
   complain(null);
   try {
     current?.stop();
     await current?.done;
-    const record = await wantedLoad();
-    if (!record) return;
+    const record = await wantedLoad(traceFile);
     by("loaded").textContent = "Loading …";
     const told = await python.ask("load", record);
     if (mine !== wanted) return;
@@ -107,6 +111,7 @@ async function load() {
     by("loaded").textContent =
       `${number(told.requests)} requests within ${number(told.seconds, 1)} s, ` +
       `${number(told.input_tokens)} prompt tokens; ${told.note}.`;
+    by("served").open = false;
     makeSettings(told.options);
     await run();
   } catch (error) {
@@ -115,17 +120,13 @@ async function load() {
   }
 }
 
-async function wantedLoad() {
+async function wantedLoad(traceFile) {
   const machine = by("machine").value || null;
   if (source() === "synthetic") {
     const workloads = [...document.querySelectorAll("[data-workload]")].map(workload);
     return { machine, workloads: workloads.filter((one) => one.requests) };
   }
-  const [file] = by("trace").files;
-  if (!file) {
-    by("trace").focus();
-    throw new PythonError("Choose a trace first.");
-  }
+  const file = await traceFile();
   if (file.size > LARGEST_TRACE) {
     throw new PythonError(
       `The trace has ${number(file.size / 2 ** 20)} MiB, and a browser's Python has room for ` +
@@ -133,6 +134,18 @@ async function wantedLoad() {
     );
   }
   return { machine, trace: await python.read(file) };
+}
+
+function chosenTrace() {
+  const [file] = by("trace").files;
+  if (file) return file;
+  by("trace").focus();
+  throw new PythonError("Choose a trace first.");
+}
+
+async function ownTrace() {
+  by("loaded").textContent = "Fetching what this server has recorded …";
+  return (await ask("/debug/recorded_trace")).blob();
 }
 
 function workload(fields) {
@@ -153,7 +166,7 @@ function makeSettings(base) {
   settings = ["A", "B"].map((name) => new Setting(name, described, base, runSoon));
   settings[1].element.hidden = !by("compare").checked;
   by("columns").replaceChildren(...settings.map((setting) => column(setting)));
-  by("settings").hidden = false;
+  by("options").hidden = false;
 }
 
 function column(setting) {
@@ -225,7 +238,8 @@ async function saveDecisions(setting) {
   }
 }
 
+// Tells what went wrong, or with null that nothing does; what nobody expects goes to the console too.
 function complain(error) {
   by("trouble").textContent = error ? error.message : "";
-  if (error && !(error instanceof PythonError)) throw error;
+  if (error && !(error instanceof PythonError || error instanceof ServerError)) throw error;
 }
