@@ -27,13 +27,18 @@ def trees() -> dict[str, ast.Module]:
     return {str(path.relative_to(TESTS)): ast.parse(path.read_text()) for path in paths}
 
 
+@cache
+def nodes(root: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(root))
+
+
 def named(source: str, node: ast.stmt | ast.expr) -> str:
     return f"tests/{source}:{node.lineno}: {ast.unparse(node).splitlines()[-1].strip()}"
 
 
 def calls(root: ast.AST) -> Iterator[tuple[str, ast.Call]]:
     """Every call with the last name of what is called: `raises` of `pytest.raises`."""
-    for node in ast.walk(root):
+    for node in nodes(root):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute):
                 yield node.func.attr, node
@@ -45,7 +50,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions(tree: ast.AST) -> Iterator[Function]:
-    return (node for node in ast.walk(tree) if isinstance(node, Function))
+    return (node for node in nodes(tree) if isinstance(node, Function))
 
 
 @cache
@@ -62,7 +67,7 @@ def helpers() -> dict[str, list[Function]]:
 def says_what_must_be_true(function: Function, within: Sequence[Function] = ()) -> bool:
     """Whether it asserts, or calls what does; a call of what is not defined under tests/ is taken
     by its name. within: what it was called by."""
-    if any(isinstance(node, ast.Assert) for node in ast.walk(function)):
+    if any(isinstance(node, ast.Assert) for node in nodes(function)):
         return True
     within = [*within, function]
     for name in (name for name, _ in calls(function) if CHECKS.match(name)):
@@ -101,7 +106,7 @@ def test_no_test_waits_by_the_clock():
     for source, tree in trees().items():
         if source in TAKES_TIME or source.startswith(VIRTUAL_TIME):
             continue
-        loops = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+        loops = [node for node in nodes(tree) if isinstance(node, ast.While)]
         looks = {call for loop in loops for call in sleeps(loop) if seconds(call) <= LONGEST_LOOK_S}
         found += [named(source, call) for call in sleeps(tree) if call not in looks]
     assert found == []
@@ -114,7 +119,7 @@ def test_every_skip_says_why():
         reasons = {id(call.func) for name, call in calls(tree) if gives_a_reason(name, call)}
         found += [
             named(source, node)
-            for node in ast.walk(tree)
+            for node in nodes(tree)
             if isinstance(node, ast.Attribute)
             and node.attr in ("skip", "skipif", "xfail")
             and ast.unparse(node).startswith("pytest.")

@@ -51,6 +51,7 @@ DECODE = [(1, 1), (15, 1), (16, 1), (17, 1), (111, 1), (112, 1), (257, 1)]
 @pytest.mark.parametrize(
     "kind", ["plain", "window1", "window16", "window40", "soft_cap", "sinks", "all"]
 )
+@pytest.mark.sampled(16)
 def test_attention_equals_the_reference_and_reads_no_foreign_key(
     kind: str, rows: list[tuple[int, int]], page_size: int, dtype: torch.dtype
 ) -> None:

@@ -175,6 +175,7 @@ def ops(request: pytest.FixtureRequest) -> OpSet:
     ("tokens", "activation", "biases"),
     [(1, "silu", False), (2, "gelu", True), (9, "gelu_tanh", False), (9, "clamped_silu", True)],
 )
+@pytest.mark.sampled(8)
 def test_experts_equal_the_reference(
     ops: OpSet, tokens: int, activation: str, biases: bool, dtype: torch.dtype
 ) -> None:

@@ -185,6 +185,7 @@ def assert_distribution(token_ids: torch.Tensor, probabilities: np.ndarray) -> N
     ],
     ids=str,
 )
+@pytest.mark.sampled(8)
 def test_draws_follow_the_exact_probabilities(backend: str, filters: dict[str, Any]) -> None:
     logits = torch.tensor([LOGITS]).repeat(DRAWS, 1)
     got = ops.load(backend).sample(logits, tensors(DRAWS, **filters))

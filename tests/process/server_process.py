@@ -11,11 +11,6 @@ import threading
 from pathlib import Path
 from typing import Self
 
-from gguf import GGMLQuantizationType
-
-from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
-from runtime.checkpoints.gguf_tokenizer import write_tokenizer
-from tests.runtime.checkpoints.tiny_models import make_llama, write_folder, write_gguf
 from tests.values import present
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +19,13 @@ PATIENCE_S = 120.0  # far beyond what anything here takes: a hang must fail, not
 
 def write_tiny_model(folder: Path) -> Path:
     """A byte-level Llama of 262 tokens and 4,096 positions, with its tokenizer, in milliseconds."""
+    # Torch and transformers, which most who start a server do without.
+    from gguf import GGMLQuantizationType
+
+    from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
+    from runtime.checkpoints.gguf_tokenizer import write_tokenizer
+    from tests.runtime.checkpoints.tiny_models import make_llama, write_folder, write_gguf
+
     model = make_llama()
     model.config.max_position_embeddings = 4096
     write_folder(model, folder)

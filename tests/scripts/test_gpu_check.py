@@ -31,6 +31,7 @@ def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_without_a_gpu_it_says_so_in_one_line_and_exits_2() -> None:
     done = gpu_check()

@@ -15,6 +15,7 @@ import anthropic
 import openai
 
 from server.service import Service
+from tests import effort
 from tests.fakes import CHATML, IM_END, MODEL, byte_tokenizer, fake_server, make_fake_service
 from tests.sim_runner import SimRunner
 
@@ -101,7 +102,7 @@ def sim_server(
             started.set()
             await shared["end"].wait()
 
-    thread = threading.Thread(target=lambda: asyncio.run(main(), debug=True))
+    thread = threading.Thread(target=lambda: asyncio.run(main(), debug=not effort.fast))
     thread.start()
     assert started.wait(20)
     served = Served(shared["url"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -16,6 +17,7 @@ import pytest
 from runtime.config import RunnerConfig, SchedulerOptions
 from runtime.errors import ConfigError
 from runtime.options import LARGEST_INTEGER
+from server import args
 from server.args import OPTIONS, make_config, parse_args, public_options, read_environment
 from server.config import ServerConfig
 
@@ -27,6 +29,14 @@ def no_variables(monkeypatch):
     """Nothing of the machine's own environment is an option here."""
     for item in OPTIONS.values():
         monkeypatch.delenv(item.environment_variable, raising=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_parser():
+    """Half of the time of these tests is making the parser, which is the same for all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(args, "make_parser", functools.cache(args.make_parser))
+        yield
 
 
 @pytest.fixture(scope="module")

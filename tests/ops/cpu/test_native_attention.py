@@ -68,6 +68,7 @@ def problem(
     "kind", ["plain", "window1", "window20", "window70", "soft_cap", "sinks", "all"]
 )
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.sampled(50)
 def test_attention_equals_the_reference_and_reads_no_foreign_key(
     native: NativeOps,
     heads: int,

@@ -65,6 +65,7 @@ def widened(value: Any) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "bias_and_sinks"])
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.sampled(12)
 def test_logits_equal_the_reference(
     native: NativeOps, variant: str, extras: bool, dtype: torch.dtype
 ) -> None:

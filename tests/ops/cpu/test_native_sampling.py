@@ -71,6 +71,7 @@ FILTERS: list[dict[str, float]] = [
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("values", FILTERS, ids=lambda v: "-".join(f"{k}{v[k]}" for k in v) or "on")
+@pytest.mark.sampled(20)
 def test_tokens_equal_the_reference(native: NativeOps, values: dict[str, Any], vocab: int) -> None:
     logits = torch.randn(ROWS, vocab, generator=generator(vocab)) * 3
     got, want = both(native, logits, settings(**values))

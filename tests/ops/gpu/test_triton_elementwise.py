@@ -83,6 +83,7 @@ def test_norms_of_no_tokens() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "rotary_dim"), [(64, 64), (80, 32), (96, 96), (96, 24), (128, 128), (256, 128)]
 )
+@pytest.mark.sampled(10)
 def test_rotary(head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype) -> None:
     """q and k are views of one fused row; what lies beside the rotated part stays as it is."""
     qkv = randn(6, 8, head_dim, dtype=dtype)
@@ -99,6 +100,7 @@ def test_rotary(head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.
 
 @DTYPES
 @pytest.mark.parametrize("features", [1, 88, 1536])
+@pytest.mark.sampled(4)
 def test_gated_activations(features: int, dtype: torch.dtype) -> None:
     x = randn(3, 2 * features, dtype=dtype) * 4
     x[0, 0] = -95.0  # exp(95) is not a float32

@@ -226,6 +226,7 @@ def assert_logits_equal(model: PreTrainedModel, path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(5)
 def test_logits_equal_transformers(name: str, made: Any) -> None:
     assert_logits_equal(*made(name))
 

@@ -229,6 +229,7 @@ def write_config(folder: Path, quantization: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.sampled(6)
 def test_logits_are_those_of_the_float_model_of_the_stored_values(
     name: str, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def test_without_mixed_steps(runner: ModelRunner, alone: list[list[int]]) -> Non
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.sampled(1)
 def test_with_retractions(runner: ModelRunner, alone: list[list[int]], overlap: bool) -> None:
     """Which requests are retracted depends on the pool, so several are tried."""
     retracted = []

@@ -118,6 +118,7 @@ def fail_in(
     ],
 )
 @pytest.mark.parametrize("count", [0, 5], ids=["first-token", "later-token"])
+@pytest.mark.sampled(6)
 def test_others_get_the_tokens_of_an_undisturbed_run(
     runner: ModelRunner,
     wanted: dict[str, Generated],

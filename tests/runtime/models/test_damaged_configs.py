@@ -46,6 +46,7 @@ def configs() -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("config", configs().values(), ids=configs())
+@pytest.mark.sampled(8)
 def test_each_key_may_hold_anything(config):
     assert outcome(lambda: read_model(config)) is None
     refused = 0

@@ -150,6 +150,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(14)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     model_type, special = FAMILIES[name]
     model = make_model(tmp_path, model_type, **special)
@@ -185,6 +186,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(6)
 def test_bfloat16_is_no_further_from_float32_than_transformers_own(
     name: str, kernels: str, tmp_path: Path
 ) -> None:

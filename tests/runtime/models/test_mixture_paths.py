@@ -116,6 +116,7 @@ def test_greedy_tokens_in_chunks_then_behind_cached_prefixes(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.sampled(1)
 def test_greedy_tokens_with_retractions(
     runner: ModelRunner, expected: list[list[int]], overlap: bool
 ) -> None:

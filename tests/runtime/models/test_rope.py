@@ -86,6 +86,7 @@ def assert_positions_equal(folder: Path, want: torch.Tensor, tokens: list[int]) 
 
 
 @pytest.mark.parametrize("name", TYPES)
+@pytest.mark.sampled(4)
 def test_logits_equal_transformers_at_positions_5_and_500(name: str, tmp_path: Path) -> None:
     parameters, special, context = TYPES[name]
     parameters = {"rope_theta": 10_000.0, **parameters}
@@ -100,6 +101,7 @@ def test_logits_equal_transformers_at_positions_5_and_500(name: str, tmp_path: P
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize("name", ["null", "linear", "yarn", "llama3", "longrope"])
+@pytest.mark.sampled(3)
 def test_the_older_form_of_the_config_is_read_alike(name: str, key: str, tmp_path: Path) -> None:
     parameters, special, _ = TYPES[name]
     model = make_model(

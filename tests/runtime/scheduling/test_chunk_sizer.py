@@ -118,6 +118,7 @@ def slo_config(target_ms: float) -> Any:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("noise", [0.02, 0.08], ids=["quiet machine", "noisy machine"])
+@pytest.mark.sampled(2)
 def test_mixed_steps_stay_within_a_feasible_target(seed: int, noise: float) -> None:
     # Decode alone takes 10 ms; the smallest chunk, 24 rows together, about 17.8.
     sizer = TimedChunkSizer(slo_config(24.0))
@@ -142,6 +143,7 @@ def test_an_infeasible_target_is_reported() -> None:
 
 
 @pytest.mark.parametrize(("target_ms", "feasible"), [(24.0, True), (11.0, False)])
+@pytest.mark.sampled(1)
 def test_the_scheduler_learns_from_what_steps_took(target_ms: float, feasible: bool) -> None:
     """Eight streams while prompts arrive one after the other; times come in with the results."""
     driver = Driver(
@@ -220,6 +222,7 @@ def answers_on(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("target_s", [0.161, 0.140, 0.125])
+@pytest.mark.sampled(2)
 def test_a_held_target_is_said_to_be_feasible_though_every_prompt_begins_beyond_it(
     target_s: float, seed: int
 ) -> None:

@@ -82,6 +82,7 @@ def serve(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.sampled(2)
 def test_a_pass_over_a_cached_document_looks_at_little_of_it(policy: str) -> None:
     """128 prompts wait whose first 20,000 to 31,000 tokens are cached, of a document that was
     computed in small chunks. Every one of them was walked through it again in every pass."""
@@ -97,6 +98,7 @@ def test_a_pass_over_a_cached_document_looks_at_little_of_it(policy: str) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.sampled(2)
 def test_a_pass_over_a_long_queue_looks_at_little_of_it(policy: str) -> None:
     scheduler = loaded(policy)
     for family in range(8):
@@ -110,6 +112,7 @@ def test_a_pass_over_a_long_queue_looks_at_little_of_it(policy: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [30, 600])
+@pytest.mark.sampled(1)
 def test_a_pass_that_looks_for_short_prompts_looks_at_few_of_them(tokens: int) -> None:
     """Beside a prompt that is being cut, 10,000 wait that are short enough to go ahead, or none."""
     scheduler = loaded("fcfs", max_running_requests=300)

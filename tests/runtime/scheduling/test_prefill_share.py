@@ -49,6 +49,7 @@ def last_long_after(driver: Driver, short_tokens: int, every: int) -> int:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64])
+@pytest.mark.sampled(3)
 def test_a_short_prompt_gets_its_first_token_within_six_steps(tokens: int, overlap: bool) -> None:
     driver = storm()
     driver.overlap = overlap
@@ -71,6 +72,7 @@ def test_without_a_share_it_waits_for_all_of_them() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
 @pytest.mark.parametrize("align", [0, 32, CHUNK])
 @pytest.mark.parametrize("tokens", [5, 16, 40, 64])
+@pytest.mark.sampled(6)
 def test_long_prompts_are_put_off_by_no_more_than_the_share(
     share: float, align: int, tokens: int
 ) -> None:

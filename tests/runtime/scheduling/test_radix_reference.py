@@ -295,6 +295,7 @@ class Life:
 @pytest.mark.parametrize("node_pages", [3, 1000], ids=["small nodes", "large nodes"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.sampled(4)
 def test_random_lives_agree_with_the_model(policy: str, page_size: int, node_pages: int) -> None:
     life = Life(page_size, page_size, policy, node_pages * page_size)
     actions = [life.look, life.admit, life.grow, life.grow, life.grow, life.release, life.release]

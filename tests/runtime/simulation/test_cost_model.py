@@ -90,7 +90,7 @@ def test_fit_recovers_parameters_under_heavy_tailed_noise() -> None:
         sigma=0.05, tail_probability=0.05, tail_index=1.5,
     )  # fmt: skip
     timer = StepTimer(noisy, seed=5)
-    times = [StepTime(shape, timer.seconds(shape)) for shape in random_shapes(3000, seed=2)]
+    times = [StepTime(shape, timer.seconds(shape)) for shape in random_shapes(1500, seed=2)]
     fit = fit_cost_model(times)
     probes = random_shapes(200, seed=9)
     errors = [abs(fit.model.seconds(p) / TRUE.seconds(p) - 1) for p in probes]

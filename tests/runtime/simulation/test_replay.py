@@ -18,7 +18,7 @@ from runtime.simulation.trace import config_from, parse_override, read_trace, to
 from tests.runtime.simulation.live_traffic import LiveTraffic, live_config
 
 ROOT = Path(__file__).parents[3]
-STEPS = 2000
+STEPS = 1200
 
 
 def test_a_trace_of_version_1_gives_the_same_decisions(tmp_path: Path) -> None:
@@ -114,6 +114,7 @@ def test_replay_is_the_same_to_the_byte(recorded: tuple[Path, LiveTraffic]) -> N
     ],
     ids=lambda text: text.split("=")[0],
 )
+@pytest.mark.sampled(3)
 def test_changed_option_names_the_first_decision_it_changes(
     recorded: tuple[Path, LiveTraffic], override: str, field: str
 ) -> None:

@@ -105,6 +105,7 @@ def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.sampled(4)
 def test_every_request_ends_with_the_books_right(policy: str, page_size: int) -> None:
     made = Workload(
         requests=50, rate=60.0, input_tokens=(5, 60), output_tokens=(30, 60), prefix_groups=4,

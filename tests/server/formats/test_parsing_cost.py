@@ -76,6 +76,7 @@ def long_text(begin: str, on: str, characters: int = SHORT) -> str:
 
 
 @pytest.mark.parametrize(("parser", "begin", "on"), CASES)
+@pytest.mark.sampled(40)
 def test_a_tool_parser_reads_each_piece_and_not_what_came_before(parser, begin, on):
     text = long_text(begin, on)
     made = parser(KNOWN)

@@ -11,6 +11,7 @@ MODELS = own_templates() | templates_of_packages()
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sampled(5)
 def test_random_chats_are_rendered_as_references_render_them(model):
     checker = Checker(MODELS[model])
     for seed in range(CHATS):

@@ -119,6 +119,7 @@ def test_whole_text(parser, text, content, calls):
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES, ids=IDS)
+@pytest.mark.sampled(16)
 def test_cut_at_every_two_positions(parser, text, content, calls):
     for i in range(len(text) + 1):
         for j in range(i, len(text) + 1, 3 if len(text) > 60 else 1):

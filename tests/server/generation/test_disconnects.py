@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientConnectionError, ClientSession, TCPConnector
 
+from tests.effort import tries
 from tests.fakes import fake_runner, fake_server, live
 
 
@@ -51,8 +52,8 @@ async def use_and_leave(client: ClientSession, url: str, rng: random.Random) -> 
 
 
 @pytest.mark.parametrize("disable_overlap", [False, True], ids=["overlap", "no-overlap"])
-async def test_500_requests_with_random_disconnects_give_everything_back(disable_overlap):
-    rng = random.Random(500)
+async def test_requests_with_random_disconnects_give_everything_back(disable_overlap):
+    rng, count = random.Random(500), tries(500)
     runner = fake_runner(max_total_tokens=8192)
     options = {"max_running_requests": 24, "chunked_prefill_size": 128}
     async with (
@@ -66,8 +67,8 @@ async def test_500_requests_with_random_disconnects_give_everything_back(disable
             async with limit, ClientSession(connector=TCPConnector(force_close=True)) as client:
                 return await use_and_leave(client, server.url, rng)
 
-        outcomes = await asyncio.gather(*(one() for _ in range(500)))
-        assert 100 < outcomes.count("left") < 400
+        outcomes = await asyncio.gather(*(one() for _ in range(count)))
+        assert count / 5 < outcomes.count("left") < count * 4 / 5
         await server.wait_idle()
         counters = server.service.engine.scheduler.statistics().counters
         assert counters.chunks > counters.admitted  # prompts were cut

@@ -118,6 +118,7 @@ def guilty_at(part, moment):
 @MIXING
 @pytest.mark.parametrize("moment", ["middle-chunk", "first-token", "later-token"])
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.sampled(12)
 async def test_only_the_guilty_row_ends(undisturbed, part, moment, mixed, overlap):
     found, records, runner = await generate(guilty_at(part, moment), overlap=overlap, mixed=mixed)
     error = found.pop("guilty")
@@ -131,6 +132,7 @@ async def test_only_the_guilty_row_ends(undisturbed, part, moment, mixed, overla
 
 @LOOPS
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sampled(3)
 async def test_steps_that_fail_by_chance_change_nobody_s_tokens(undisturbed, seed, overlap):
     draw = random.Random(seed)
     failing = set()

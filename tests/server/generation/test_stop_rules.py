@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidRequest
 from server.generation.stop_expressions import LONGEST, Expression
 from server.generation.stop_rules import StopScanner, compile_stops
+from tests.effort import tries
 from tests.values import present
 
 
@@ -35,7 +36,7 @@ def expected(text, strings):
 LETTERS = st.text(alphabet="ab", max_size=12)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=tries(500), deadline=None)
 @given(text=LETTERS, strings=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_one_character_at_a_time_finds_the_stop_that_completes_first(text, strings):
     shown, matched = scan(text, strings)
@@ -48,7 +49,7 @@ def test_one_character_at_a_time_finds_the_stop_that_completes_first(text, strin
     assert matched is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(300), deadline=None)
 @given(
     pieces=st.lists(LETTERS, max_size=5),
     strings=st.lists(st.text("ab", min_size=1, max_size=5), max_size=6),
@@ -62,7 +63,7 @@ def test_nothing_of_a_stop_is_ever_shown(pieces, strings):
     assert ("".join(shown), matched) == (text, stop)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(300), deadline=None)
 @given(text=LETTERS, strings=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
 def test_as_little_as_possible_is_held_back(text, strings):
     scanner = StopScanner(compile_stops(tuple(strings)))
@@ -184,7 +185,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=tries(400), deadline=None)
 @given(source=EXPRESSIONS, text=st.text("abéB", max_size=8))
 @example(source="(?:a)*?a", text="aB")
 def test_as_much_is_undecided_as_may_begin_a_match(source, text):

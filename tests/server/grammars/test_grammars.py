@@ -114,6 +114,7 @@ def test_there_are_a_hundred_schemas():
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.sampled(40)
 async def test_schema(compiler, name):
     schema = SCHEMAS[name]
     kind = validator_for(schema, default=jsonschema.Draft202012Validator)

@@ -79,6 +79,7 @@ def in_arrays(count):
         pytest.param(json_schema, "[" * 100_000, id="text"),
     ],
 )
+@pytest.mark.sampled(8)
 def test_what_is_nested_too_deeply_is_refused_in_a_sentence(make, given):
     with pytest.raises(InvalidRequest) as caught:
         make(given, "here")

@@ -10,6 +10,7 @@ import pytest
 from server.grammars.json_schema import json_schema
 from server.grammars.library_errors import in_words
 from server.grammars.one_of import Definitions
+from tests.effort import tries
 from tests.server.grammars.library import compiled, takes
 
 PLACE = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
@@ -124,7 +125,7 @@ def test_what_is_proven_disjoint_shares_no_value():
         {"a": 1, "b": 2},
     ]
     proven = 0
-    for _ in range(1500):
+    for _ in range(tries(1500)):
         branches = [_some_schema(rng, 0) for _ in range(2)]
         whole = {"$defs": {"A": _some_schema(rng, 1), "B": _some_schema(rng, 1)}, "oneOf": branches}
         if not Definitions(whole).disjoint(branches):
@@ -134,7 +135,7 @@ def test_what_is_proven_disjoint_shares_no_value():
         for value in values:
             valid = [_valid(schema, value) for schema in both]
             assert not all(valid), (branches, value)
-    assert proven > 300
+    assert proven > tries(300)
 
 
 def _valid(schema, value):

@@ -17,6 +17,7 @@ from server.text.json_bounds import MAX_ITEMS, MAX_NODES, size_of
 from server.text.lanes import INLINE, Lanes
 from server.text.least_tokens import TokenLimit
 from server.text.tokenizer import Tokenizer
+from tests.effort import tries
 from tests.fakes import fake_server
 
 PIECES = st.sampled_from(
@@ -46,7 +47,7 @@ def at_most(tokens):
 PLAIN, COMPOSING = trained(), trained(normalizers.NFC())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(300), deadline=None)
 @given(text=TEXTS, times=st.integers(1, 30), tokenizer=st.sampled_from([PLAIN, COMPOSING]))
 def test_what_is_refused_untokenized_is_too_long_when_tokenized(text, times, tokenizer):
     ids = tokenizer.encode(text * times)
@@ -85,7 +86,7 @@ def recounted(value):
     return commas, 1 + keys + sum(one[1] for one in inner)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=tries(100), deadline=None)
 @given(value=JSON, size=st.integers(1, 9))
 def test_values_and_keys_are_counted_outside_of_texts(value, size):
     with pytest.MonkeyPatch.context() as patch:

@@ -70,6 +70,7 @@ def one_by_one(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bo
 
 @pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("skip", [True, False], ids=["hidden-specials", "shown-specials"])
+@pytest.mark.sampled(3)
 def test_pieces_join_to_what_decoding_all_ids_gives(make, skip):
     backend = make()
     tokenizer = Tokenizer(backend)

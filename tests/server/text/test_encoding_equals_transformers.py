@@ -214,6 +214,7 @@ def assert_equal(folder):
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.sampled(6)
 def test_encoding_equals_transformers(tmp_path, make, place):
     assert_equal(write_folder(tmp_path, make(), place))
 
@@ -237,6 +238,7 @@ def test_encoding_equals_transformers(tmp_path, make, place):
         pytest.param(byte_level, "llama", {"add_bos_token": True, "bos_token": "<s>"}, id="bos"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_declared_classes_are_followed(tmp_path, make, model_type, settings):
     assert_equal(write_folder(tmp_path, make(), in_the_file, model_type, **settings))
 
