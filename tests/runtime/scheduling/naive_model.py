@@ -133,9 +133,23 @@ class NaiveModel:
             spoilt: who did so in a step that is in flight.
         """
         self.restarts = max([0, *(flight.batch.step for flight in self.launched)])
-        for name in spoilt:
-            self.lives[name].progress = (0, False, False)
+        for name, life in self.lives.items():
+            if name in spoilt or self._holds_rubbish(life.request):
+                life.progress = (0, False, False)
         self.owed = {name: row for name, row in self.owed.items() if self._goes_on(name)}
+
+    def _holds_rubbish(self, request: Request) -> bool:
+        """Whether a request would go on over KV that is no number: its own, or in pages of the
+        cache that have taken the place of its own. Of steps that were never run nothing is asked.
+        """
+        written = request.length if request.row >= 0 else 0
+        for flight in self.launched:
+            if not self.device.has_run(flight.batch):
+                starts = zip(flight.batch.requests, flight.batch.prefix_lens, strict=True)
+                written = min([written, *(start for other, start in starts if other is request)])
+        size, slots = self.page_size, self.device.slots
+        places = (request.pages[at // size] * size + at % size for at in range(written))
+        return any(slots.get(place) == 0 for place in places)
 
     def failed(self) -> None:
         """Every step in flight is taken back, and the oldest is to be tried again."""

@@ -339,6 +339,23 @@ class TestRowsWithoutNumbers:
         assert_answers(driver, {"z": 5})
         driver.assert_all_free()
 
+    @pytest.mark.parametrize("steps", [1, 2])
+    def test_who_has_its_pages_in_the_place_of_its_own_starts_anew(self, steps: int) -> None:
+        """x and y compute the same prompt side by side, and y's pages give way to x's."""
+        prefix = list(range(100, 124))
+        driver = Driver(config(page_size=8, capacity_tokens=800, chunked_prefill_size=128))
+        driver.add(request("x", [*prefix, 1], 20), request("y", [*prefix, 2], 20))
+        for _ in range(steps):
+            driver.plan()
+        x, y = driver.in_flight[0][0].requests
+        assert x.pages[:3] == y.pages[:3]
+        driver.commit(failed=[0])
+        driver.run()
+        assert driver.reason("x") == "error"
+        assert y.retractions == 1
+        assert_answers(driver, {"y": 20})
+        driver.assert_all_free()
+
     def test_it_starts_anew_once_though_another_row_fails_as_it_returns(self) -> None:
         driver = Driver(config(capacity_tokens=2001))
         prefix = list(range(100, 160))
