@@ -26,7 +26,7 @@ from runtime.simulation.trace import config_from, head_event, parse_override, re
 from runtime.simulation.workloads import Arrival, Workload, in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from runtime.config import SchedulerConfig
     from runtime.simulation.trace import Event
@@ -222,7 +222,7 @@ class _Lines:
         """Nothing to close."""
 
 
-def _answer(act: Any, text: str) -> str:
+def _answer(act: Callable[[Any], dict[str, Any]], text: str) -> str:
     try:
         return to_line(act(json.loads(text)))
     except (LoomserveError, OSError) as error:

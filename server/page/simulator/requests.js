@@ -32,9 +32,13 @@ export class RequestsTable {
 
   _draw() {
     const ids = this._sorted();
-    const table = element("table", {}, element("caption", {}, this._caption(ids.length)));
-    table.append(this._head(), element("tbody", {}, ...ids.slice(0, this._shown).map((id) => this._row(id))));
-    this.element.replaceChildren(this._sortControl(), element("div", { class: "scrolled" }, table));
+    const rows = ids.slice(0, this._shown).map((id) => this._row(id));
+    const table = element("table", {}, this._head(), element("tbody", {}, ...rows));
+    this.element.replaceChildren(
+      this._sortControl(),
+      element("p", { class: "notes" }, this._words(ids.length)),
+      element("div", { class: "scrolled" }, table),
+    );
     if (ids.length > this._shown) {
       this.element.append(
         element("button", { type: "button", click: () => this._more() }, `Show ${SHOWN} more`),
@@ -42,7 +46,7 @@ export class RequestsTable {
     }
   }
 
-  _caption(count) {
+  _words(count) {
     const names = this._runs.map((run) => run.name);
     const compared = names.length > 1 ? `; changes are from “${names[0]}” to “${names[1]}”` : "";
     return `${number(count)} requests${compared}. Choose one to see what it waited for.`;

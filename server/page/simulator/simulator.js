@@ -7,6 +7,7 @@ import { Setting } from "/page/simulator/settings.js";
 import { element, number } from "/page/simulator/elements.js";
 
 const LARGEST_TRACE = 256 * 2 ** 20;
+const KEPT_RUNS = 20;
 const PAUSE_MS = 200; // after a change, in which another may follow
 
 const by = (id) => document.getElementById(id);
@@ -213,6 +214,8 @@ async function reportOf(setting) {
     const found = await current.done;
     if (!found) return null;
     runs.set(key, found);
+    if (runs.size > KEPT_RUNS) runs.delete(runs.keys().next().value);
+    return found;
   }
   return runs.get(key);
 }

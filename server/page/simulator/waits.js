@@ -58,7 +58,7 @@ function life(run, request) {
   if (request.prefills.length) {
     const waited = steps.start_s[request.prefills[0][0]] - request.arrival_s;
     const prompts = request.prefills.length;
-    words.push(`computed from ${duration(waited)} on in ${prompts} ${prompts > 1 ? "parts" : "part"}`);
+    words.push(`computed after ${duration(waited)}${prompts > 1 ? `, in ${prompts} parts` : ""}`);
   }
   if (request.ttft_s !== null) words.push(`first token after ${duration(request.ttft_s)}`);
   if (request.gap_end_s !== null) {
