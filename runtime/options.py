@@ -119,13 +119,16 @@ class Option:
 
     def read(self, text: Any) -> Any:
         """The value that a text stands for, on the command line or in the environment. A list of
-        texts for an option with several values, True for a switch are taken as they are.
+        texts for an option with several values (words of a choice may be joined by commas), True
+        for a switch are taken as they are.
 
         Raises: ConfigError: it stands for none of the option's type, or one outside its bound.
         """
         value = text
         if self.several and isinstance(text, str):
             value = text.split(",")
+        elif self.several and self.choices:
+            value = [part for word in text for part in word.split(",")]
         elif isinstance(text, str) and self.kind is not str:
             try:
                 value = _READERS[self.kind](text)

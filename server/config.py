@@ -13,6 +13,7 @@ from server.formats.tool_families import TOOL_FAMILIES
 from server.generation.params import DEFAULT_MAX_LOGPROBS, DEFAULT_MAX_N
 
 _SENDABLE = re.compile(r"[\x21-\x7e]+")
+METRICS_COMPAT = ("vllm", "sglang")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -135,6 +136,12 @@ class ServerConfig:
     )
     drain_timeout: float = option(
         30.0, "seconds that running requests get to finish after SIGTERM or SIGHUP", at_least=0
+    )
+    metrics_compat: tuple[str, ...] = option(
+        (),
+        "/metrics also has all names that vLLM, SGLang or both have for its figures",
+        choices=METRICS_COMPAT,
+        metavar="{vllm,sglang}",
     )
     access_log: bool = option(False, "one line of JSON per request on standard error")
     ssl_certfile: str | None = option(None, "certificate chain, for TLS", metavar="FILE")

@@ -15,6 +15,8 @@ def check_before_loading(config: ServerConfig) -> None:
     """Raises: ConfigError: an option that could not be kept once everything is loaded."""
     if config.record is not None:
         _check_writable("record", Path(config.record))
+    if config.trace is not None:
+        _check_writable("trace", Path(config.trace))
     if config.kv_events is not None:
         try:
             from server.generation.kv_events import check_endpoints

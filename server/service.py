@@ -98,7 +98,13 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
     if config.allow_special_in_content:
         tokenizer.allow_special_in_content()
     model, *aliases = dict.fromkeys(config.served_model_name or (parts.model_name,))
-    metrics = Metrics(model, scheduler.statistics, scheduler.waited_seconds, _cache_info(scheduler))
+    metrics = Metrics(
+        model,
+        scheduler.statistics,
+        scheduler.waited_seconds,
+        _cache_info(scheduler),
+        config.metrics_compat,
+    )
     engine = Engine(
         runner,
         scheduler,

@@ -1,8 +1,8 @@
 """What /metrics shows, rendered through prometheus_client when asked.
 
-Counts are the scheduler's own, latencies the server's. Figures appear under the names of vLLM and
-of SGLang at once, so that dashboards made for either show this server; what only loomserve knows is
-named `loomserve:`.
+Counts are the scheduler's own, latencies the server's. Every figure has a name that begins with
+`loomserve:`. Those that gateways and routers score by are also told by the names of vLLM and
+SGLang; under --metrics-compat all that these have, so that dashboards made for either show it.
 """
 
 from __future__ import annotations
@@ -32,39 +32,53 @@ if TYPE_CHECKING:
     Labelled = tuple[str, str, str, Callable[[SchedulerStatistics, Metrics], Mapping[str, float]]]
     Spread = tuple[str, str, Callable[[Metrics], Histogram]]
 
+# Read by the endpoint pickers of the Gateway API and of llm-d, and by SGLang's router.
+GATEWAY_NAMES = frozenset(
+    (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:cache_config_info",
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+        "sglang:token_usage",
+        "sglang:max_total_num_tokens",
+    )
+)
+# Where there is a figure, its own name comes first.
 _GAUGES: Sequence[Gauge] = (
     (
-        "vllm:num_requests_running sglang:num_running_reqs",
+        "loomserve:requests_running vllm:num_requests_running sglang:num_running_reqs",
         "Requests in steps",
         lambda s, m: s.active,
     ),
     (
-        "vllm:num_requests_waiting sglang:num_queue_reqs",
+        "loomserve:requests_waiting vllm:num_requests_waiting sglang:num_queue_reqs",
         "Requests queued",
         lambda s, m: s.queued,
     ),
     (
-        "vllm:kv_cache_usage_perc sglang:token_usage",
+        "loomserve:kv_usage vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc sglang:token_usage",
         "Share of the KV pool that running requests hold, 0 to 1",
         lambda s, m: s.kv_usage,
     ),
     (
-        "sglang:num_used_tokens",
+        "loomserve:kv_used_tokens sglang:num_used_tokens",
         "KV tokens that running requests hold",
         lambda s, m: s.used_tokens,
     ),
     (
-        "sglang:gen_throughput",
+        "loomserve:generation_throughput sglang:gen_throughput",
         "Tokens generated per second, of late; 0 where nothing runs",
         lambda s, m: m.throughput.value if s.active else 0.0,
     ),
     (
-        "sglang:max_total_num_tokens",
+        "loomserve:kv_total_tokens sglang:max_total_num_tokens",
         "KV tokens that requests can have",
         lambda s, m: s.capacity_tokens - s.reserved_tokens,
     ),
     (
-        "sglang:cache_hit_rate",
+        "loomserve:cache_hit_rate sglang:cache_hit_rate",
         "Share of prompt tokens found in the prefix cache since start",
         lambda s, m: s.counters.cached_tokens / max(1, s.counters.prompt_tokens),
     ),
@@ -116,22 +130,22 @@ _GAUGES: Sequence[Gauge] = (
 )
 _COUNTS: Sequence[Count] = (
     (
-        "vllm:prompt_tokens sglang:prompt_tokens vllm:prefix_cache_queries",
+        "loomserve:prompt_tokens vllm:prompt_tokens sglang:prompt_tokens vllm:prefix_cache_queries",
         "Prompt tokens of admitted requests, all of them looked up in the prefix cache",
         lambda c: c.prompt_tokens,
     ),
     (
-        "vllm:generation_tokens sglang:generation_tokens",
+        "loomserve:generation_tokens vllm:generation_tokens sglang:generation_tokens",
         "Tokens generated",
         lambda c: c.output_tokens,
     ),
     (
-        "vllm:num_preemptions sglang:num_retracted_requests",
+        "loomserve:retractions vllm:num_preemptions sglang:num_retracted_requests",
         "Running requests that had to give their KV back",
         lambda c: c.retractions + c.preemptions,
     ),
     (
-        "vllm:prefix_cache_hits sglang:cached_tokens",
+        "loomserve:cached_tokens vllm:prefix_cache_hits sglang:cached_tokens",
         "Prompt tokens found there",
         lambda c: c.cached_tokens,
     ),
@@ -159,7 +173,7 @@ _COUNTS: Sequence[Count] = (
 # With the name of the label.
 _LABELLED: Sequence[Labelled] = (
     (
-        "vllm:request_success",
+        "loomserve:requests vllm:request_success",
         "Requests that ended, by how (aborted ones too)",
         "finished_reason",
         lambda s, m: {one.value: s.counters.finished.get(one.value, 0) for one in FinishReason},
@@ -190,53 +204,58 @@ _LABELLED: Sequence[Labelled] = (
 )
 _SPREADS: Sequence[Spread] = (
     (
-        "vllm:time_to_first_token_seconds sglang:time_to_first_token_seconds",
+        "loomserve:time_to_first_token_seconds vllm:time_to_first_token_seconds"
+        " sglang:time_to_first_token_seconds",
         "Arrival to first token",
         lambda m: m.time_to_first_token,
     ),
     (
-        "vllm:inter_token_latency_seconds vllm:time_per_output_token_seconds"
+        "loomserve:inter_token_latency_seconds vllm:inter_token_latency_seconds"
+        " vllm:time_per_output_token_seconds"
         " sglang:inter_token_latency_seconds",
         "Time between two tokens of a request",
         lambda m: m.inter_token_latency,
     ),
     (
-        "vllm:request_time_per_output_token_seconds sglang:time_per_output_token_seconds",
+        "loomserve:time_per_output_token_seconds vllm:request_time_per_output_token_seconds"
+        " sglang:time_per_output_token_seconds",
         "Mean time per token after the first, per request",
         lambda m: m.time_per_output_token,
     ),
     (
-        "vllm:request_queue_time_seconds sglang:queue_time_seconds",
+        "loomserve:request_queue_time_seconds vllm:request_queue_time_seconds"
+        " sglang:queue_time_seconds",
         "Time in the queue, until the first token",
         lambda m: m.queue_time,
     ),
     (
-        "vllm:e2e_request_latency_seconds sglang:e2e_request_latency_seconds",
+        "loomserve:e2e_request_latency_seconds vllm:e2e_request_latency_seconds"
+        " sglang:e2e_request_latency_seconds",
         "Arrival to end",
         lambda m: m.request_latency,
     ),
     (
-        "vllm:request_prompt_tokens",
+        "loomserve:request_prompt_tokens vllm:request_prompt_tokens",
         "Prompt tokens per request",
         lambda m: m.request_prompt_tokens,
     ),
     (
-        "vllm:request_generation_tokens",
+        "loomserve:request_generation_tokens vllm:request_generation_tokens",
         "Generated tokens per request",
         lambda m: m.request_generation_tokens,
     ),
     (
-        "vllm:request_max_num_generation_tokens",
+        "loomserve:request_max_num_generation_tokens vllm:request_max_num_generation_tokens",
         "Generated tokens of a request's longest choice",
         lambda m: m.longest_choice_tokens,
     ),
     (
-        "vllm:request_prefill_time_seconds",
+        "loomserve:request_prefill_time_seconds vllm:request_prefill_time_seconds",
         "Time from leaving the queue to the first token",
         lambda m: m.prefill_time,
     ),
     (
-        "vllm:request_decode_time_seconds",
+        "loomserve:request_decode_time_seconds vllm:request_decode_time_seconds",
         "Time from the first token to the last",
         lambda m: m.decode_time,
     ),
@@ -244,6 +263,11 @@ _SPREADS: Sequence[Spread] = (
         "loomserve:step_seconds",
         "Launch of a step to its result",
         lambda m: m.step_time,
+    ),
+    (
+        "loomserve:gpu_overlap_wait_seconds",
+        "The device stood still between two steps, though there was work",
+        lambda m: m.overlap_wait,
     ),
     (
         "loomserve:event_loop_lag_seconds",
@@ -280,18 +304,28 @@ class _Snapshot:
         yield self._cache_info()
         for names, told, count in _COUNTS:
             yield from self._families(CounterMetricFamily, names, told, count(s.counters))
-        for name, told, label, values in _LABELLED:
-            family = CounterMetricFamily(name, told, labels=["model_name", label])
-            for key, value in values(s, m).items():
-                family.add_metric([self._label, key], value)
-            yield family
+        for names, told, label, values in _LABELLED:
+            for name in self._shown(names):
+                family = CounterMetricFamily(name, told, labels=["model_name", label])
+                for key, value in values(s, m).items():
+                    family.add_metric([self._label, key], value)
+                yield family
         for names, told, histogram_of in _SPREADS:
             histogram = histogram_of(m)
-            for name in names.split():
+            for name in self._shown(names):
                 spread = HistogramMetricFamily(name, told, labels=["model_name"])
                 spread.add_metric([self._label], histogram.buckets(), histogram.sum)
                 yield spread
         yield self._waits()
+
+    def _shown(self, names: str) -> list[str]:
+        """Of a figure's names, those that are asked for."""
+        shown = ("loomserve", *self._metrics.compat)
+        return [
+            name
+            for name in names.split()
+            if name in GATEWAY_NAMES or name.partition(":")[0] in shown
+        ]
 
     def _families(
         self,
@@ -300,7 +334,7 @@ class _Snapshot:
         told: str,
         value: float,
     ) -> Iterator[Metric]:
-        for name in names.split():
+        for name in self._shown(names):
             family = kind(name, told, labels=["model_name"])
             family.add_metric([self._label], value)
             yield family

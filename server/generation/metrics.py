@@ -23,6 +23,10 @@ LATENCY_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25),
     *(0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
+GAP_S = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
+    *(0.05, 0.1, 0.25, 1.0),
+)
 THROUGHPUT_S = 1.0
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
@@ -79,12 +83,14 @@ class Metrics:
         statistics: asks the scheduler, when /metrics is read.
         waited_seconds: asks it how long a request has waited, by what it waited for.
         cache_info: what never changes about the KV pool, as labels.
+        compat: servers all of whose names for these figures are told, too: vllm, sglang.
     """
 
     model_name: str
     statistics: Callable[[], SchedulerStatistics]
     waited_seconds: Callable[[Request], Mapping[str, float]]
     cache_info: Mapping[str, str]
+    compat: Sequence[str] = ()
 
     rejected: dict[str, int] = field(default_factory=dict)  # by HTTP status
     connections: Callable[[], int] = lambda: 0
@@ -98,6 +104,7 @@ class Metrics:
     wait_time: dict[str, Histogram] = field(default_factory=dict)  # by what was waited for
     request_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     step_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    overlap_wait: Histogram = field(default_factory=lambda: Histogram(GAP_S))
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     prefill_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
@@ -148,6 +155,8 @@ class Metrics:
     def step(self, record: StepRecord) -> None:
         """A step was committed, or has failed."""
         self.step_time.observe(record.done_s - record.launched_s)
+        if record.idle_s is not None:
+            self.overlap_wait.observe(record.idle_s)
 
     def loop_beat(self, late_s: float, cpu_s: float) -> None:
         """A beat of the event loop came late; its thread has worked since the last one."""

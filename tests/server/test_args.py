@@ -73,6 +73,8 @@ def allowed_values(item):
     """Values at the bounds and, where there is none, any value."""
     if item.kind is bool:
         return [True]
+    if item.several and item.choices:
+        return [item.choices[:1], item.choices]
     if item.choices:
         return list(item.choices)
     if item.several:
@@ -270,6 +272,12 @@ def test_version_is_told():
     command = [sys.executable, "-m", "server", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.fullmatch(r"loomserve \S+\n", done.stdout)
+
+
+def test_several_choices_may_be_joined_by_commas(capsys):
+    for words in (["vllm,sglang"], ["vllm", "sglang"]):
+        assert parse_args(["--metrics-compat", *words]).metrics_compat == ("vllm", "sglang")
+    assert "must be one of vllm, sglang" in refusal(capsys, "--metrics-compat", "vllm,tgi")
 
 
 def test_several_names_of_the_model(tmp_path):

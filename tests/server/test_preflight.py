@@ -27,6 +27,7 @@ def test_a_pool_without_a_page_for_a_request_is_refused():
     [
         ({"record": "/nope/there/run.trace"}, "record /nope/there/run.trace: cannot be written"),
         ({"record": "/"}, "record /: cannot be written"),
+        ({"trace": "/nope/there/trace.json"}, "trace /nope/there/trace.json: cannot be written"),
         ({"kv_events": "foo"}, "kv_events 'foo'"),
         ({"kv_events": "inproc://a", "kv_events_replay": "tcp://*:x"}, "kv_events_replay"),
         ({"ssl_certfile": "/nope", "ssl_keyfile": "/nope"}, "ssl_certfile /nope"),

@@ -87,7 +87,7 @@ async def test_generate_names_fields_as_its_clients_do():
 
 
 async def test_counters_agree_with_the_usage_of_the_answers():
-    async with fake_server() as server:
+    async with fake_server(metrics_compat=("vllm", "sglang")) as server:
         before = await scrape(server)
         bodies = [await server.complete(f"p{i}", max_tokens=3 + i) for i in range(5)]
         after = await scrape(server)
@@ -130,7 +130,7 @@ async def test_aborted_requests_are_counted_with_the_finished_ones():
         by_reason = {
             dict(labels)["finished_reason"]: value
             for (name, labels), value in found.items()
-            if name == "vllm:request_success_total"
+            if name == "loomserve:requests_total"
         }
         assert by_reason == {"stop": 0, "length": 5, "abort": 5, "timeout": 0, "error": 0}
 
@@ -142,11 +142,11 @@ async def test_histogram_buckets_add_up():
         buckets = [
             (float(dict(labels)["le"]), value)
             for (name, labels), value in found.items()
-            if name == "vllm:inter_token_latency_seconds_bucket"
+            if name == "loomserve:inter_token_latency_seconds_bucket"
         ]
         counts = [value for _, value in sorted(buckets)]
         assert counts == sorted(counts)
-        assert counts[-1] == found["vllm:inter_token_latency_seconds_count", frozenset()] == 19
+        assert counts[-1] == found["loomserve:inter_token_latency_seconds_count", frozenset()] == 19
 
 
 async def test_debug_endpoints_hold_figures_and_no_text():

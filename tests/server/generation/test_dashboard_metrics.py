@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
+import time
+from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from server.generation.metrics import Throughput
 from tests.fakes import fake_runner, fake_server
 
 STEP_S = 0.02
+BOTH: dict[str, Any] = {"metrics_compat": ("vllm", "sglang")}
 
 
 async def samples(server) -> dict[str, float]:
@@ -22,7 +27,7 @@ async def samples(server) -> dict[str, float]:
 
 async def test_queue_prefill_and_decode_make_up_a_request_s_time():
     runner = fake_runner(step_seconds=lambda batch: STEP_S)
-    async with fake_server(runner=runner, scheduler={"max_running_requests": 1}) as server:
+    async with fake_server(runner=runner, scheduler={"max_running_requests": 1}, **BOTH) as server:
         body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}
         await asyncio.gather(*(server.post("/v1/completions", body) for _ in range(3)))
         found = await samples(server)
@@ -43,7 +48,7 @@ async def test_queue_prefill_and_decode_make_up_a_request_s_time():
 
 
 async def test_the_longest_choice_of_each_request_is_counted_once():
-    async with fake_server() as server:
+    async with fake_server(**BOTH) as server:
         body = {"prompt": "abc", "max_tokens": 4, "ignore_eos": True}
         await server.post("/v1/completions", body)
         await server.post("/v1/completions", {**body, "n": 3, "max_tokens": 7})
@@ -76,3 +81,87 @@ async def test_ping_and_version_answer():
         assert (status, body["version"]) == (200, info["version"])
         server.service.draining = True
         assert (await server.get("/ping"))[0] == 503
+
+
+# What the dashboards ask for that vLLM and SGLang have in their own repositories.
+OF_VLLM = """
+    e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum
+    e2e_request_latency_seconds_count prompt_tokens_total generation_tokens_total
+    time_per_output_token_seconds_bucket time_per_output_token_seconds_sum
+    time_per_output_token_seconds_count num_requests_running num_requests_waiting
+    time_to_first_token_seconds_bucket time_to_first_token_seconds_sum
+    time_to_first_token_seconds_count gpu_cache_usage_perc request_prompt_tokens_bucket
+    request_generation_tokens_bucket request_success_total request_queue_time_seconds_sum
+    request_prefill_time_seconds_sum request_decode_time_seconds_sum
+    request_max_num_generation_tokens_sum
+"""
+OF_SGLANG = """
+    e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum
+    e2e_request_latency_seconds_count time_to_first_token_seconds_bucket
+    time_to_first_token_seconds_sum time_to_first_token_seconds_count num_running_reqs
+    gen_throughput cache_hit_rate num_queue_reqs
+"""
+# What gateways score servers by, whatever they are told.
+OF_GATEWAYS = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "sglang:token_usage",
+    "sglang:max_total_num_tokens",
+}
+
+
+async def names_of(server) -> set[str]:
+    """Of every sample that has the model as a label."""
+    async with server.client.get(server.url + "/metrics") as answer:
+        families = text_string_to_metric_families(await answer.text())
+    samples = [sample for family in families for sample in family.samples]
+    assert all(sample.labels["model_name"] == "fake" for sample in samples)
+    return {sample.name for sample in samples}
+
+
+async def test_the_others_dashboards_find_their_names_where_they_are_asked_for():
+    names = {}
+    for compat in ((), ("vllm",), ("sglang",), ("vllm", "sglang")):
+        async with fake_server(metrics_compat=compat) as server:
+            await server.complete(max_tokens=4)
+            names[compat] = await names_of(server)
+    assert {one for one in names[()] if not one.startswith("loomserve:")} == OF_GATEWAYS
+    assert {f"vllm:{one}" for one in OF_VLLM.split()} <= names["vllm",]
+    assert {f"sglang:{one}" for one in OF_SGLANG.split()} <= names["sglang",]
+    assert names["vllm", "sglang"] == names["vllm",] | names["sglang",]
+    own = {one for one in names[()] if one.startswith("loomserve:")}
+    assert all(own <= found for found in names.values())
+
+
+async def test_the_device_s_waits_are_those_of_the_steps_that_followed_another():
+    """The host is slow: without overlap the device stands still in each of its pauses."""
+    medians = {}
+    for disable_overlap in (True, False):
+        runner = fake_runner(step_seconds=lambda batch: 0.006)
+        async with fake_server(runner=runner, disable_overlap=disable_overlap) as server:
+            scheduler = server.service.engine.scheduler
+            plan = scheduler.plan
+
+            def slow(now, plan=plan):
+                until = time.perf_counter() + 0.002
+                while time.perf_counter() < until:
+                    pass
+                return plan(now)
+
+            scheduler.plan = slow
+            for _ in range(2):  # the server is idle in between, which is no wait
+                await server.complete(max_tokens=20, ignore_eos=True)
+                await server.wait_idle()
+            histogram = server.service.metrics.overlap_wait
+            records = list(server.service.engine.records)
+        waits = [one.idle_s for one in records if one.idle_s is not None]
+        assert sum(histogram.counts) == len(waits) >= 30
+        assert histogram.sum == pytest.approx(sum(waits))
+        assert [one.idle_s for one in records if one.prefill_rows] == [None, None]
+        medians[disable_overlap] = statistics.median(waits)
+    assert medians[True] > 0.002
+    assert medians[False] < medians[True] / 2
