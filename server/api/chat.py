@@ -16,7 +16,7 @@ from server.api.fields.bodies import ignored, refused, required, served
 from server.api.fields.generation import OpenAIFields
 from server.api.fields.kinds import MAX_LOGPROBS, Boolean, Choice, Integer
 from server.api.incoming import read_body
-from server.api.logprobs import chat_logprobs
+from server.api.logprobs import JsonList, chat_logprobs
 from server.formats.events import CallArguments, CallStart, Reasoning, Text
 from server.http.sse import event
 
@@ -114,10 +114,11 @@ class _Choice:
         opened: its first event has gone out.
         said: its events so far, of a whole answer.
         logprobs: of tokens that no event has carried yet.
+        scores: of a whole answer, written out.
         before: bytes of an event up to its delta, left open behind {"content": or the like.
     """
 
-    __slots__ = ("before", "finish", "index", "logprobs", "opened", "parser", "said")
+    __slots__ = ("before", "finish", "index", "logprobs", "opened", "parser", "said", "scores")
 
     def __init__(self, index: int, parser: AnswerParser, start: bytes) -> None:
         self.index = index
@@ -125,6 +126,7 @@ class _Choice:
         self.opened = False
         self.said: list[Event] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.scores = JsonList()
         self.finish: Finish | None = None
         opening = b"data: " + start + b'{"index":%d,"delta":{' % index
         self.before = {
@@ -189,7 +191,8 @@ class ChatAnswer(OpenAIAnswer):
             deltas.append({})
         more: dict[str, Any] = {}
         if choice.logprobs and (parts or delta.finish is not None):
-            more["logprobs"] = chat_logprobs(choice.logprobs, self._tokenizer)
+            content = chat_logprobs(choice.logprobs, self._tokenizer)
+            more["logprobs"] = {"content": content, "refusal": None}
             choice.logprobs = []
         if delta.finish is not None:
             more |= choice.ending()
@@ -206,17 +209,19 @@ class ChatAnswer(OpenAIAnswer):
     def add(self, delta: Delta) -> None:
         choice = self._choices[delta.index]
         choice.said += choice.read(delta)
+        choice.scores.extend(chat_logprobs(choice.logprobs, self._tokenizer))
+        choice.logprobs = []
 
     def body(self) -> dict[str, Any]:
         choices = [self._whole_choice(choice) for choice in self._choices]
         return self.of_choices(choices, self.object, **self.figures(usage=True))
 
     def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
-        scores = chat_logprobs(choice.logprobs, self._tokenizer) if choice.logprobs else None
+        content = choice.scores.json() if self._scored else None
         return {
             "index": choice.index,
             "message": message_of(choice.said),
-            "logprobs": scores,
+            "logprobs": None if content is None else {"content": content, "refusal": None},
             **choice.ending(),
         }
 
@@ -240,6 +245,7 @@ def message_of(events: Iterable[Event]) -> dict[str, Any]:
     """The whole message that a choice's events amount to."""
     content = reasoning = ""
     calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []
     for one in events:
         match one:
             case Text(text):
@@ -247,10 +253,12 @@ def message_of(events: Iterable[Event]) -> dict[str, Any]:
             case Reasoning(text):
                 reasoning += text
             case CallStart(_, call_id, name):
-                function = {"name": name, "arguments": ""}
-                calls.append({"id": call_id, "type": "function", "function": function})
+                calls.append({"id": call_id, "type": "function", "function": {"name": name}})
+                arguments.append([])
             case CallArguments(index, text):
-                calls[index]["function"]["arguments"] += text
+                arguments[index].append(text)
+    for call, texts in zip(calls, arguments, strict=True):
+        call["function"]["arguments"] = "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:
         message["reasoning_content"] = reasoning

@@ -14,7 +14,7 @@ from server.api.fields.bodies import refused, required, served
 from server.api.fields.generation import OpenAIFields
 from server.api.fields.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, TokenIds
 from server.api.incoming import beside, read_body
-from server.api.logprobs import CompletionLogprobs, merge_completion_logprobs
+from server.api.logprobs import CompletionLogprobs, MergedLogprobs
 from server.http.sse import event
 from server.service import SERVICE
 
@@ -167,7 +167,10 @@ async def encode_prompts(
 
 
 class _Choice:
-    """One choice of a completion, delta by delta."""
+    """One choice of a completion, delta by delta.
+
+    Attributes: merged: the log-probabilities of a whole answer.
+    """
 
     def __init__(
         self,
@@ -180,7 +183,9 @@ class _Choice:
         params = generation.params
         self.index = index
         self.mean_logprob = 0.0
+        self.merged = MergedLogprobs()
         self._prompt_ids = prompt_ids
+        self._scored = 0  # tokens of the prompt
         self._echoed = prompt_text if params.echo else None
         self._top = params.sampling.logprobs
         self._logprobs: CompletionLogprobs | None = None
@@ -192,23 +197,30 @@ class _Choice:
             )
             self._logprobs = CompletionLogprobs(tokenizer, detokenizer)
 
-    def entry(self, delta: Delta) -> dict[str, Any]:
+    def score(self, delta: Delta, merged: MergedLogprobs) -> MergedLogprobs:
+        """Adds a delta's log-probabilities to those before it, if they were asked for."""
+        if self._logprobs is None:
+            return merged
+        top = self._top or 0
+        if delta.prompt_logprobs is not None:
+            begin, self._scored = self._scored, self._scored + len(delta.prompt_logprobs)
+            ids = self._prompt_ids[begin : self._scored]
+            merged.add(self._logprobs.add(ids, delta.prompt_logprobs, top=top))
+        merged.add(self._logprobs.add(delta.token_ids, delta.logprobs, top=top))
+        self._sum += sum(entry.logprob for entry in delta.logprobs)
+        self._count += len(delta.logprobs)
+        self.mean_logprob = self._sum / max(1, self._count)
+        return merged
+
+    def entry(self, delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """The `choices` entry of a delta. The first one of an echo begins with the prompt."""
-        text, parts = delta.text, []
-        if self._logprobs is not None:
-            top = self._top or 0
-            if delta.prompt_logprobs is not None:
-                parts.append(self._logprobs.add(self._prompt_ids, delta.prompt_logprobs, top=top))
-            parts.append(self._logprobs.add(delta.token_ids, delta.logprobs, top=top))
-            self._sum += sum(entry.logprob for entry in delta.logprobs)
-            self._count += len(delta.logprobs)
-            self.mean_logprob = self._sum / max(1, self._count)
+        text = delta.text
         if self._echoed is not None:
             text, self._echoed = self._echoed + text, None
         return {
             "index": self.index,
             "text": text,
-            "logprobs": merge_completion_logprobs(parts) if parts else None,
+            "logprobs": logprobs,
             "finish_reason": finish_name(delta.finish),
             "stop_reason": None if delta.finish is None else delta.finish.matched,
         }
@@ -250,10 +262,14 @@ class CompletionAnswer(OpenAIAnswer):
         if self._plain and delta.finish is None:
             before, middle, after = self._fast
             return before + b"%d" % delta.index + middle + orjson.dumps(delta.text) + after
-        return event(self.of_choices([self._choices[delta.index].entry(delta)], self.object))
+        choice = self._choices[delta.index]
+        logprobs = choice.score(delta, MergedLogprobs()).json()
+        return event(self.of_choices([choice.entry(delta, logprobs)], self.object))
 
     def add(self, delta: Delta) -> None:
-        self._entries[delta.index].append(self._choices[delta.index].entry(delta))
+        choice = self._choices[delta.index]
+        choice.score(delta, choice.merged)
+        self._entries[delta.index].append(choice.entry(delta, None))
 
     def body(self) -> dict[str, Any]:
         """Of each prompt, the n likeliest choices."""
@@ -264,19 +280,21 @@ class CompletionAnswer(OpenAIAnswer):
             if params.best_of > params.n:
                 group.sort(key=lambda index: -self._choices[index].mean_logprob)
             for index in group[: params.n]:
-                chosen.append(_whole_choice(len(chosen), self._entries[index]))
+                logprobs = self._choices[index].merged.json()
+                chosen.append(_whole_choice(len(chosen), self._entries[index], logprobs))
         if params.best_of > params.n and params.hide_logprobs:
             for choice in chosen:
                 choice["logprobs"] = None
         return self.of_choices(chosen, self.object, **self.figures(usage=True))
 
 
-def _whole_choice(index: int, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    logprobs = [entry["logprobs"] for entry in entries if entry["logprobs"] is not None]
+def _whole_choice(
+    index: int, entries: Sequence[dict[str, Any]], logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
     return {
         "index": index,
         "text": "".join(entry["text"] for entry in entries),
-        "logprobs": merge_completion_logprobs(logprobs) if logprobs else None,
+        "logprobs": logprobs,
         "finish_reason": entries[-1]["finish_reason"],
         "stop_reason": entries[-1]["stop_reason"],
     }

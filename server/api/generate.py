@@ -25,6 +25,7 @@ from server.api.fields.kinds import (
     resolved,
 )
 from server.api.incoming import read_body, read_value
+from server.api.logprobs import JsonList
 from server.http.sse import DONE, event
 from server.service import SERVICE
 
@@ -193,16 +194,29 @@ class _Choice:
         self._request = generation.requests[index]
         self._text = ""
         self._ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._scored = self._request.sampling.logprobs is not None
+        self._pairs, self._tops = JsonList(), JsonList()
+        self._prompt_pairs: JsonList | None = None
+        self._prompt_tops = JsonList()
         self._finish: Finish | None = None
 
     def add(self, delta: Delta) -> None:
         self._text += delta.text
         self._ids += delta.token_ids
-        self._logprobs += delta.logprobs
-        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
+        self._pairs.extend([_pair(entry) for entry in delta.logprobs])
+        self._tops.extend([_top(entry) for entry in delta.logprobs])
+        if delta.prompt_logprobs is not None:
+            self._add_prompt(delta.prompt_logprobs)
         self._finish = delta.finish
+
+    def _add_prompt(self, entries: list[TokenLogprobs | None]) -> None:
+        if self._prompt_pairs is None:
+            self._prompt_pairs = JsonList()
+            self._prompt_pairs.extend([[None, self._request.input_ids[0], None]])
+            self._prompt_tops.extend([None])
+        rest = [entry for entry in entries if entry is not None]
+        self._prompt_pairs.extend([_pair(entry) for entry in rest])
+        self._prompt_tops.extend([_top(entry) for entry in rest])
 
     def body(self, request_id: str, seconds: float) -> dict[str, Any]:
         """The choice as a whole; in streams, each event holds all that came before."""
@@ -218,14 +232,12 @@ class _Choice:
             meta |= self._generation.usage().waited()
         if self._finish is not None and self._generation.params.include_timings:
             meta["timings"] = asdict(self._generation.timings(self.index))
-        if self._request.sampling.logprobs is not None:
-            meta["output_token_logprobs"] = [_pair(entry) for entry in self._logprobs]
-            meta["output_top_logprobs"] = [_top(entry) for entry in self._logprobs]
-        if self._prompt_logprobs is not None:
-            first = [[None, self._request.input_ids[0], None]]
-            rest = [entry for entry in self._prompt_logprobs if entry is not None]
-            meta["input_token_logprobs"] = first + [_pair(entry) for entry in rest]
-            meta["input_top_logprobs"] = [None, *(_top(entry) for entry in rest)]
+        if self._scored:
+            meta["output_token_logprobs"] = self._pairs.json()
+            meta["output_top_logprobs"] = self._tops.json()
+        if self._prompt_pairs is not None:
+            meta["input_token_logprobs"] = self._prompt_pairs.json()
+            meta["input_top_logprobs"] = self._prompt_tops.json()
         return {"text": self._text, "output_ids": self._ids, "meta_info": meta}
 
 

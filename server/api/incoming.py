@@ -69,7 +69,7 @@ def _told(names: Collection[str]) -> str:
 async def beside(request: web.Request, work: Callable[[], T]) -> T:
     """What `work` gives, which goes through the body: beside the event loop where that is long."""
     lanes = request.app[SERVICE].tokenizer.lanes
-    return await lanes.run(request.get(BODY_SIZE, 0), work)
+    return await lanes.run(request.get(BODY_SIZE, 0), work, request.remote or "")
 
 
 def read_value(body: type[B], value: Any, limits: ApiLimits) -> B:

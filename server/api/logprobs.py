@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -20,14 +22,32 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def chat_logprobs(entries: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat: alternatives are a list, so equal texts stay apart."""
+class JsonList:
+    """A list that is written out as it grows, so that a long one does not hold up everybody at its
+    end."""
+
+    __slots__ = ("_written",)
+
+    def __init__(self) -> None:
+        self._written: list[bytes] = []
+
+    def extend(self, items: list[Any]) -> None:
+        if items:
+            self._written.append(orjson.dumps(items)[1:-1])
+
+    def json(self) -> orjson.Fragment:
+        """All of it, as a value for orjson to write."""
+        return orjson.Fragment(b"[" + b",".join(self._written) + b"]")
+
+
+def chat_logprobs(entries: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """A chat's `logprobs.content`. Alternatives are a list, so equal texts stay apart."""
     content = []
     for entry in entries:
         shown = _chat_entry(entry.token_id, entry.logprob, tokenizer)
         shown["top_logprobs"] = [_chat_entry(i, value, tokenizer) for i, value in entry.top]
         content.append(shown)
-    return {"content": content, "refusal": None}
+    return content
 
 
 def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -96,10 +116,20 @@ class CompletionLogprobs:
         return found
 
 
-def merge_completion_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several consecutive logprobs objects as one."""
-    merged: dict[str, Any] = {}
-    for key in parts[0]:
-        lists = [part[key] for part in parts]
-        merged[key] = None if lists[0] is None else [item for one in lists for item in one]
-    return merged
+class MergedLogprobs:
+    """Consecutive logprobs objects of a completion, which become one."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, JsonList | None] = {}
+
+    def add(self, part: dict[str, Any]) -> None:
+        for key, items in part.items():
+            merged = self._lists.setdefault(key, None if items is None else JsonList())
+            if merged is not None:
+                merged.extend(items)
+
+    def json(self) -> dict[str, Any] | None:
+        """The one that they are; None where there was none."""
+        if not self._lists:
+            return None
+        return {key: None if one is None else one.json() for key, one in self._lists.items()}

@@ -9,6 +9,7 @@ Knows no HTTP and no JSON. A generation that is left early must be aborted; use 
 
 from __future__ import annotations
 
+import asyncio
 import random
 from array import array
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import GenerationFailed, InvalidRequest, QueueFull
 from runtime.request import FinishReason, Request
 from server.generation.bad_words import BadWords
-from server.generation.output import ChoiceRules
+from server.generation.output import MOST_TOKENS, ChoiceRules
 from server.generation.timeline import Laps, timings
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class Generation:
             EngineDead.
         """
         hide = self.params.hide_output
+        tokens = 0
         while news := await self._stream.take():
             for delta in news:
                 failure = _failure(delta.finish)
@@ -116,8 +118,12 @@ class Generation:
                     delta.token_ids.clear()
                     delta.logprobs.clear()
                 self._completion_tokens += len(delta.token_ids)
+                tokens += len(delta.token_ids) + len(delta.prompt_logprobs or ())
                 yield delta
                 self.deltas += 1
+                if tokens >= MOST_TOKENS:
+                    tokens = 0
+                    await asyncio.sleep(0)  # it may have been written out at length
 
     def usage(self) -> Usage:
         """Tokens so far; complete once the iteration has ended."""

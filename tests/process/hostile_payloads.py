@@ -123,6 +123,29 @@ PAYLOADS: dict[str, Callable[[], Payload]] = {
     "256 long bad words": lambda: completion(bad_words=["x y" * 1300] * 256),
     "16 long stops": lambda: completion(stop=["a" * 511 + chr(98 + i) for i in range(16)]),
     "64 choices with biases": lambda: completion(logit_bias={str(i): 1 for i in range(256)}, n=64),
+    "a bias for every token": lambda: completion(logit_bias={str(i): 1 for i in range(49_152)}),
+    "1,000 stops": lambda: completion(stop=[f"stop {i}" for i in range(1000)]),
+    "20 alternatives of 8 choices": lambda: chat(
+        logprobs=True, top_logprobs=20, n=8, max_tokens=1000, ignore_eos=True
+    ),
+    "20 alternatives of a completion": lambda: completion(
+        logprobs=20, n=8, max_tokens=1000, ignore_eos=True
+    ),
+    "20 alternatives of a prompt": lambda: completion(
+        prompt="x" * 7000, logprobs=20, echo=True, max_tokens=1
+    ),
+    "20 alternatives natively": lambda: (
+        "/generate",
+        json.dumps(
+            {
+                "text": "x" * 4000,
+                "return_logprob": True,
+                "top_logprobs_num": 20,
+                "logprob_start_len": 0,
+                "sampling_params": {"n": 8, "max_new_tokens": 1000, "ignore_eos": True},
+            }
+        ).encode(),
+    ),
     "49,000 stop ids": lambda: completion(stop_token_ids=[i % 250 for i in range(55_000)], n=64),
     "128 choices": lambda: completion(n=128),
     # Grammars

@@ -2,7 +2,9 @@
 
 A server in a process of its own gets each payload while another client streams and /health is
 asked again and again. What is asserted is processor time: of the event loop's thread between two of
-its beats, which does not depend on what else the machine does. Lags are printed.
+its beats, which does not depend on what else the machine does. Lags by the clock are printed, and
+/health's of 99 in 100, of each payload and of all: the bounds that an idle machine keeps are 20 ms for
+the loop and 100 ms for /health.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class Bystanders:
     """Others who use the server meanwhile: one asks for its health, one reads a stream."""
 
     def __init__(self, url: str) -> None:
-        self.longest_s = 0.0  # of /health, since it was last set
-        self.streams = 0
+        self.health_s: list[float] = []  # how long each took, since it was last cleared
+        self.streams = self.broken = 0
         self.statuses: set[int] = set()
         self._url = url
         self._ended = threading.Event()
@@ -80,13 +82,21 @@ class Bystanders:
         begun = time.perf_counter()
         status, _ = client.send("GET", "/health")
         self.statuses.add(status)
-        self.longest_s = max(self.longest_s, time.perf_counter() - begun)
+        self.health_s.append(time.perf_counter() - begun)
 
     def _stream(self, client: Client) -> None:
-        body = {"prompt": "y", "max_tokens": 60, "ignore_eos": True, "stream": True}
-        status, events = client.send("POST", "/v1/completions", json.dumps(body).encode())
+        body = {
+            "prompt": "y", "max_tokens": 60, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        status, text = client.send("POST", "/v1/completions", json.dumps(body).encode())
         self.statuses.add(status)
-        assert b'"finish_reason":"length"' in events
+        *events, usage, done = text.removesuffix(b"\n\n").split(b"\n\n")
+        self.broken += not (
+            b'"finish_reason":"length"' in events[-1]
+            and b'"completion_tokens":60' in usage
+            and done == b"data: [DONE]"
+        )
         self.streams += 1
 
 
@@ -110,7 +120,7 @@ class Measured:
         path, body = PAYLOADS[name]()
         names = ("event_loop_cpu_seconds", "event_loop_lag_seconds")
         before = [histogram(client, one) for one in names]
-        others.longest_s = 0.0
+        others.health_s.clear()
         sender = Client(url, PATIENCE_S)
         try:
             self.status, self.answer = sender.send("POST", path, body)
@@ -122,11 +132,20 @@ class Measured:
         self.cpu_s, self.lag_s = (
             largest(old, histogram(client, one)) for old, one in zip(before, names, strict=True)
         )
-        self.health_s = others.longest_s
+        self.health_s = sorted(others.health_s) or [0.0]
+
+    def health_ms(self, share: float) -> float:
+        """What /health took at most, in that share of all times."""
+        return 1e3 * _at(self.health_s, share)
+
+
+def _at(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def test_nothing_that_a_client_sends_holds_up_the_others(capsys):
     worse: dict[str, float] = {}
+    all_health: list[float] = []
     with ServerProcess(command=COMMAND) as server:
         url = server.url()
         client = Client(url)
@@ -140,12 +159,18 @@ def test_nothing_that_a_client_sends_holds_up_the_others(capsys):
                 with capsys.disabled():
                     print(
                         f"{name:30} {best.status}: loop busy {1e3 * best.cpu_s:5.0f} ms or less,"
-                        f" late {1e3 * best.lag_s:5.0f} or less, /health {1e3 * best.health_s:5.0f}"
+                        f" late {1e3 * best.lag_s:5.0f} or less, /health p99"
+                        f" {best.health_ms(0.99):5.0f}, largest {best.health_ms(1):5.0f}"
                     )
+                all_health += best.health_s
                 assert best.status < 500, (name, best.answer[:300])
                 if best.cpu_s > MOST_CPU_S:
                     worse[name] = best.cpu_s
         assert others.statuses == {200}
         assert others.streams > 10
+        assert others.broken == 0
         client.close()
+        with capsys.disabled():
+            p99_ms = 1e3 * _at(sorted(all_health), 0.99)
+            print(f"/health during all of it: p99 {p99_ms:.0f} ms; {others.streams} streams whole")
     assert not worse

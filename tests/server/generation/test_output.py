@@ -8,8 +8,8 @@ from array import array
 import pytest
 
 from runtime.errors import EngineDead
-from runtime.request import Finish, FinishReason, Request, SamplingParams
-from server.generation.output import Delta, RequestStream
+from runtime.request import Finish, FinishReason, Request, SamplingParams, TokenLogprobs
+from server.generation.output import MOST_TOKENS, Delta, RequestStream
 from tests.fakes import deltas_of
 
 
@@ -29,6 +29,28 @@ async def test_news_that_nobody_takes_merge_per_choice():
     news = {delta.index: delta for delta in await stream.take()}
     assert (news[0].text, news[0].token_ids, news[0].finish) == ("abcd", list(b"abcd"), STOP)
     assert (news[1].text, news[1].finish) == ("x", None)
+
+
+async def test_what_a_slow_reader_missed_comes_in_pieces_of_a_bounded_length():
+    stream = stream_of(1)
+    for number in range(1000):
+        stream.put_nowait(Delta(0, f"{number} ", [number]))
+    stream.put_nowait(Delta(0, "end", finish=STOP))
+    news = await stream.take()
+    assert max(len(delta.token_ids) for delta in news) == MOST_TOKENS
+    assert [i for delta in news for i in delta.token_ids] == list(range(1000))
+    assert "".join(delta.text for delta in news) == " ".join(map(str, range(1000))) + " end"
+    assert [delta.finish for delta in news] == [None] * (len(news) - 1) + [STOP]
+
+
+async def test_a_scored_prompt_comes_in_pieces_before_the_first_token():
+    stream = stream_of(1)
+    scored = [None, *(TokenLogprobs(i, -1.0 * i) for i in range(1, 1000))]
+    stream.put_nowait(Delta(0, "x", [7], prompt_logprobs=scored, finish=STOP))
+    news = await stream.take()
+    assert max(len(delta.prompt_logprobs or ()) for delta in news) == MOST_TOKENS
+    assert [entry for delta in news for entry in delta.prompt_logprobs or ()] == scored
+    assert [delta.token_ids for delta in news] == [[]] * (len(news) - 1) + [[7]]
 
 
 async def test_the_stream_ends_when_every_choice_has():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from functools import partial
 
 import pytest
 import tokenizers
@@ -14,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from runtime.errors import ContextTooLong, InvalidRequest
 from server.text.json_bounds import MAX_ITEMS, MAX_NODES, size_of
-from server.text.lanes import INLINE, Lanes
+from server.text.lanes import INLINE, THREADS, Lanes
 from server.text.least_tokens import TokenLimit
 from server.text.tokenizer import Tokenizer
 from tests.effort import tries
@@ -125,4 +126,51 @@ async def test_what_is_short_does_not_wait_for_what_is_long():
     assert await lanes.run(INLINE + 1, threading.current_thread) is not loop_thread
     go_on.set()
     assert await asyncio.gather(*held) == [True, True]
+    lanes.close()
+
+
+async def held_by(lanes, go_on, clients):
+    """Long texts of these clients, each held until `go_on`; and the order in which they begin."""
+    begun: list[str] = []
+
+    def work(client):
+        begun.append(client)
+        return go_on.wait(30)
+
+    tasks = [asyncio.create_task(lanes.run(2_000_000, partial(work, c), c)) for c in clients]
+    await asyncio.sleep(0)
+    return tasks, begun
+
+
+async def test_one_client_s_long_texts_leave_a_thread_for_another_s():
+    lanes, go_on = Lanes("test"), threading.Event()
+    tasks, begun = await held_by(lanes, go_on, ["a"] * 20)
+    async with asyncio.timeout(20):
+        assert await lanes.run(2_000_000, lambda: "done", "b") == "done"
+    go_on.set()
+    assert await asyncio.gather(*tasks) == [True] * 20
+    assert len(begun) == 20
+    lanes.close()
+
+
+async def test_clients_take_turns():
+    lanes, go_on = Lanes("test"), threading.Event()
+    tasks, begun = await held_by(lanes, go_on, [*["a"] * 9, *["b"] * 2, "c"])
+    go_on.set()
+    await asyncio.gather(*tasks)
+    assert begun.index("c") < 6
+    assert [i for i, one in enumerate(begun) if one == "b"][-1] < 8
+    lanes.close()
+
+
+async def test_who_leaves_while_waiting_takes_no_thread():
+    lanes, go_on = Lanes("test"), threading.Event()
+    tasks, begun = await held_by(lanes, go_on, ["a"] * 6)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    go_on.set()
+    for _ in range(5):
+        assert await lanes.run(2_000_000, lambda: 1, "a") == 1
+    assert len(begun) == THREADS - 1
     lanes.close()
