@@ -42,7 +42,7 @@ def test_pods_are_probed_where_the_server_answers_and_may_drain():
     probes = {
         kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")
     }
-    assert [probes[kind]["path"] for kind in probes] == ["/ready", "/ready", "/health"]
+    assert [probes[kind]["path"] for kind in probes] == ["/health", "/ready", "/live"]
     assert {probe["path"] for probe in probes.values()} <= PATHS
     config = parse_args(container["args"])
     waits = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
