@@ -72,7 +72,7 @@ class SchedulerOptions:
     schedule_policy: str = option("fcfs", "order of the waiting queue", choices=tuple(POLICIES))
     max_queue_skip_ms: float = option(
         2000.0,
-        "a request passed over for longer is ordered first (lpm, dfs-weight, lof, hrrn)",
+        "a request passed over for longer is ordered first; fcfs and random pass nobody over",
         at_least=0,
     )
     schedule_conservativeness: float = option(

@@ -24,6 +24,7 @@ from typing import Any
 
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.errors import InvariantError
+from runtime.scheduling.policies import POLICIES
 from server.config import ServerConfig
 from server.generation.step_records import StepRecord
 from server.loading import make_scheduler
@@ -301,7 +302,7 @@ def _settings(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         "capacity_tokens": page * (rng.choice((300, 600, 1200, 4000)) // page + 1),
         "max_running_requests": rng.choice((1, 2, 4, 8, 16)),
         "chunked_prefill_size": rng.choice((-1, 2 * page, 64, 64, 256)),
-        "schedule_policy": rng.choice(("fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn")),
+        "schedule_policy": rng.choice(tuple(POLICIES)),
         "eviction_policy": rng.choice(("lru", "lfu", "fifo")),
         "prefill_share": rng.choice((0.0, 0.25, 0.6)),
         "disable_mixed_chunk": rng.random() < 0.3,

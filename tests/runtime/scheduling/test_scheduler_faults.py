@@ -12,6 +12,7 @@ import pytest
 from runtime.errors import ContextTooLong
 from runtime.request import Finish, FinishReason, TokenLogprobs
 from runtime.runner import StepOutput
+from runtime.scheduling.policies import POLICIES
 from tests.runtime.scheduling.scheduler_harness import (
     EOS,
     Driver,
@@ -154,7 +155,7 @@ def test_log_probabilities_stay_parallel_to_tokens_over_retractions() -> None:
         assert [entry.token_id for entry in given[1:]] == list(item.input_ids[1:])
 
 
-@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "hrrn", "lof"])
+@pytest.mark.parametrize("policy", [one.name for one in POLICIES.values() if one.keys])
 @pytest.mark.parametrize("priority", [0, 5], ids=["no priorities", "among equals of priority 5"])
 def test_a_cold_prompt_is_admitted_within_a_bounded_number_of_passes(
     policy: str, priority: int
