@@ -212,6 +212,18 @@ def test_file_of_its_own_shows_the_runs_without_a_server(open_page, tmp_path, mo
     assert page.locator(".request .waits th").count() >= 1
 
 
+def test_run_that_refuses_everybody_says_why(open_page, tmp_path):
+    arrivals = Workload(5, input_tokens=(90, 90), output_tokens=(9, 9)).arrivals()
+    run = ObservedRun(machine("cpu-smollm2-135m"), arrivals, {"capacity_tokens": 64})
+    run.finish()
+    write_report(tmp_path / "report.html", "nothing", [], [run.report("a tiny pool")])
+    page = open_page((tmp_path / "report.html").as_uri())
+    told = page.locator(".error").inner_text()
+    assert told.startswith("a tiny pool refused r0, and 4 more: ")
+    assert "can never fit the KV cache" in told
+    assert page.locator(".timeline-summary").inner_text() == "No steps yet."
+
+
 def test_ten_thousand_steps_are_drawn_within_a_second(open_page, tmp_path, capsys):
     arrivals = Workload(240, rate=1.5, input_tokens=(20, 200), output_tokens=(300, 400)).arrivals()
     run = ObservedRun(machine("cpu-smollm2-135m"), arrivals, {"capacity_tokens": 65_536})

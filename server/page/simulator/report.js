@@ -45,7 +45,7 @@ export class Report {
       index,
       byId: new Map(run.requests.map((request) => [request.id, request])),
     }));
-    this._figures.replaceChildren(summaryTable(this._runs));
+    this._figures.replaceChildren(summaryTable(this._runs), ...this._runs.flatMap(refusals));
     this._gaps.replaceChildren(legend(this._runs), gapChart(this._runs));
     this._drawSteps();
     this._requests.show(this._runs);
@@ -95,6 +95,14 @@ export class Report {
     const known = this._runs.some((run) => run.byId.has(chosen) || chosen in run.refused);
     this._request.replaceChildren(known ? requestView(this._runs, chosen) : "");
   }
+}
+
+// Why requests of a run were refused; of many the first says it for all.
+function refusals(run) {
+  const [first, ...others] = Object.entries(run.refused);
+  if (!first) return [];
+  const more = others.length ? `, and ${others.length} more` : "";
+  return [element("p", { class: "error" }, `${run.name} refused ${first[0]}${more}: ${first[1]}`)];
 }
 
 function section(title, ...children) {
