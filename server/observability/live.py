@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from runtime.errors import QueueFull
+from runtime.scheduling.statistics import RequestDebug
 from server.observability.forecast import Pace, Waiting, expected_starts
 from server.observability.latency_windows import LatencyWindow
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from runtime.scheduling.glance import Glance
-    from runtime.scheduling.statistics import RequestDebug, SchedulerStatistics
+    from runtime.scheduling.statistics import SchedulerStatistics
     from server.generation.engine import Engine
     from server.generation.step_records import StepRecord
 
@@ -35,11 +36,11 @@ log = logging.getLogger("loomserve.live")
 INTERVAL_S = 0.25
 IDLE_INTERVAL_S = 5.0  # while nothing happens: says that the server is still there
 MOST_WATCHERS = 8
-MOST_REQUESTS = 48  # of each kind
+MOST_REQUESTS = 32  # of each kind
 MOST_RUNS = 12
 FIRST_STEPS = 400  # that a watcher is shown of what was before it came
 MOST_STEPS = 256  # of a later sample
-PACE_STEPS = 200  # that the pace of late is taken from
+PACE_STEPS = 100  # that the pace of late is taken from
 
 
 class Watcher:
@@ -302,8 +303,11 @@ def _pool(now: SchedulerStatistics) -> dict[str, int]:
     }
 
 
+_SHOWN = [field.name for field in dataclasses.fields(RequestDebug) if field.name != "waited_s"]
+
+
 def _request(one: RequestDebug) -> dict[str, Any]:
-    shown = dataclasses.asdict(one)
+    shown = {name: getattr(one, name) for name in _SHOWN}
     shown["waited_s"] = sum(one.waited_s.values())
     shown["waited_for"] = max(one.waited_s, key=one.waited_s.__getitem__, default="")
     return shown
