@@ -27,9 +27,10 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One browser for all tests; contexts keep them apart."""
+    """One browser for all tests of a module; contexts keep them apart. Not for longer: while it is
+    there its event loop counts as running, and no other test of this thread could run one."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
