@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import ViewportSize, sync_playwright
 
 from server.args import parse_args
 from server.simulator_files import fetch_pyodide
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDE = {"width": 1280, "height": 800}
-NARROW = {"width": 360, "height": 720}
+WIDE: ViewportSize = {"width": 1280, "height": 800}
+NARROW: ViewportSize = {"width": 360, "height": 720}
 PATIENCE_MS = 120_000
 QUESTION = "Tell me a long story about a weaver and her loom."
 LONG_PROMPT = "The loom weaves threads of many lengths into one cloth. " * 15
