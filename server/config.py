@@ -59,6 +59,12 @@ class ServerConfig:
         " and scripts/simulate.py",
         metavar="FILE",
     )
+    otlp_endpoint: str | None = option(
+        None,
+        "OpenTelemetry collector to which each request is sent as spans, over HTTP, such as"
+        " http://127.0.0.1:4318",
+        metavar="URL",
+    )
     trace: str | None = option(
         None,
         "write what the server did when, for each step and request, to this file, for Perfetto",

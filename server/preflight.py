@@ -17,6 +17,14 @@ def check_before_loading(config: ServerConfig) -> None:
         _check_writable("record", Path(config.record))
     if config.trace is not None:
         _check_writable("trace", Path(config.trace))
+    if config.otlp_endpoint is not None:
+        try:
+            from server.observability.spans import traces_url
+        except ImportError:
+            raise ConfigError(
+                "otlp_endpoint: needs OpenTelemetry; pip install -e '.[otel]'"
+            ) from None
+        traces_url(config.otlp_endpoint)
     if config.kv_events is not None:
         try:
             from server.generation.kv_events import check_endpoints

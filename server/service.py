@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from server.config import ServerConfig
     from server.generation.kv_events import KVEventPublisher
     from server.observability.request_report import RequestReport
+    from server.observability.spans import Spans
     from server.text.tokenizer import Tokenizer
 
 
@@ -84,11 +85,18 @@ class Service:
     live: LiveView
     reports: Watchers[RequestReport]
     tracing: Tracing
+    spans: Spans | None
     connections: Connections
     source: ModelSource
     eos_token_ids: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+
+    def end_traces(self) -> None:
+        """Writes and sends what is left of traces and spans. Idempotent."""
+        self.tracing.close()
+        if self.spans is not None:
+            self.spans.close()
 
 
 def make_service(config: ServerConfig, parts: Parts) -> Service:
@@ -127,6 +135,9 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
     tracing = Tracing(generator, reports)
     if config.trace is not None:
         tracing.write_to(config.trace)
+    spans = _spans(config, model, engine)
+    if spans is not None:
+        reports.watch(spans.send)
     return Service(
         config=config,
         engine=engine,
@@ -138,10 +149,19 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         live=LiveView(engine),
         reports=reports,
         tracing=tracing,
+        spans=spans,
         connections=connections,
         source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,
     )
+
+
+def _spans(config: ServerConfig, model: str, engine: Engine) -> Spans | None:
+    if config.otlp_endpoint is None:
+        return None
+    from server.observability.spans import Spans
+
+    return Spans(config.otlp_endpoint, model, engine.clock)
 
 
 def _limits(config: ServerConfig, parts: Parts, model: str, aliases: Sequence[str]) -> ApiLimits:

@@ -50,7 +50,7 @@ async def serve(
         listener.close()
     await service.engine.stop()
     await runner.cleanup()
-    service.tracing.close()
+    service.end_traces()
     service.model_format.close()
     service.tokenizer.close()
     service.engine.runner.close()

@@ -186,7 +186,7 @@ async def fake_server(
         await service.engine.stop()
         listener.close()
         await runner.cleanup()
-        service.tracing.close()
+        service.end_traces()
         service.model_format.close()
         service.tokenizer.close()
         simulated.close()

@@ -27,6 +27,8 @@ def test_a_pool_without_a_page_for_a_request_is_refused():
     [
         ({"record": "/nope/there/run.trace"}, "record /nope/there/run.trace: cannot be written"),
         ({"record": "/"}, "record /: cannot be written"),
+        ({"otlp_endpoint": "collector:4318"}, "otlp_endpoint 'collector:4318': must be an address"),
+        ({"otlp_endpoint": "http://h:x"}, "otlp_endpoint 'http://h:x': must be an address"),
         ({"trace": "/nope/there/trace.json"}, "trace /nope/there/trace.json: cannot be written"),
         ({"kv_events": "foo"}, "kv_events 'foo'"),
         ({"kv_events": "inproc://a", "kv_events_replay": "tcp://*:x"}, "kv_events_replay"),
