@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Files of a server without connections: its weights, sockets, libraries, and as many again.
 OWN_FILES = 128
+# Made and not yet gone, from which the garbage collector looks at young objects.
+COLLECT_AFTER_OBJECTS = 20_000
 
 
 def run(config: ServerConfig) -> int:
@@ -52,12 +54,7 @@ def run(config: ServerConfig) -> int:
     except KeyboardInterrupt:
         return 130
     progress(f"started in {time.perf_counter() - started:.1f} s")
-    # What was loaded stays for good; the collector need not walk it again and again.
-    gc.collect()
-    gc.freeze()
-    # Threads that read long bodies and texts let the event loop go on after so long, not 5 ms: it
-    # asks for the interpreter several times for each event.
-    sys.setswitchinterval(0.001)
+    calm_interpreter()
     # Nor may one client's prompts take all the cores from those who compute.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -67,6 +64,19 @@ def run(config: ServerConfig) -> int:
         if config.uds:
             forget_path(config.uds)
     return 0
+
+
+def calm_interpreter() -> None:
+    """Once all is loaded: what the interpreter does of its own accord must not hold up tokens."""
+    # What was loaded stays for good; the collector need not walk it again and again. And what a
+    # token makes is gone without it: after 700 objects, the default, it looked at them some times
+    # in each step of many rows, a tenth of the host's time.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER_OBJECTS)
+    # Threads that read long bodies and texts let the event loop go on after so long, not 5 ms: it
+    # asks for the interpreter several times for each event.
+    sys.setswitchinterval(0.001)
 
 
 def _allow_connections(most: int) -> None:

@@ -152,8 +152,9 @@ async def answer(
         made = new_answer(generation)
         if params.stream:
             return await _stream(request, made)
-        async for delta in generation:
-            made.add(delta)
+        async for news in generation:
+            for delta in news:
+                made.add(delta)
         begun = service.engine.clock()
         response = json_response(made.body())
         generation.writes.add(begun, service.engine.clock())
@@ -175,13 +176,13 @@ async def _stream(request: web.Request, made: Answer) -> web.StreamResponse:
     out = EventStream(request, request.app[SERVICE].config.slow_reader_timeout)
     try:
         try:
-            async for delta in made.generation:
-                if engine.timed and not made.generation.deltas & TIMED_LAPS:
+            async for news in made.generation:
+                if engine.timed and not made.generation.reads & TIMED_LAPS:
                     begun = engine.clock()
-                    await out.send(made.events(delta))
+                    await out.send(b"".join([made.events(delta) for delta in news]))
                     made.generation.writes.add(begun, engine.clock())
                 else:
-                    await out.send(made.events(delta))
+                    await out.send(b"".join([made.events(delta) for delta in news]))
             await out.send(made.closing())
         except ConnectionError:
             raise

@@ -301,7 +301,8 @@ class Engine:
         """Delivers what a step gave; others may run between two rows."""
         pace = Pace()
         for output in news:
-            await pace.step()
+            if pace.due():
+                await pace.rest()
             self._deliver_one(output, now)
 
     def _deliver(self, news: list[RequestOutput], now: float) -> None:

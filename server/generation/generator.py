@@ -1,7 +1,7 @@
 """The generation core that every endpoint is a thin form of.
 
     generation = await generator.start(prompts, params, request_id)
-    async for delta in generation: ...      # choice index, text, tokens, logprobs, finish
+    async for news in generation: ...       # deltas: choice index, text, tokens, logprobs, finish
     generation.usage()
 
 Knows no HTTP and no JSON. A generation that is left early must be aborted; use it as a context.
@@ -66,7 +66,7 @@ class Generation:
 
     Args: request_id, client_id: as `Generator.start` has them; /abort_request knows it by both.
     Attributes:
-        deltas: how many were read.
+        reads: how often there was news.
         writes: of its answer, where they are timed (see `Engine.timed`).
     """
 
@@ -86,7 +86,7 @@ class Generation:
         self._generator = generator
         self._stream = stream
         self._completion_tokens = 0
-        self.deltas = 0
+        self.reads = 0
         self.writes = Laps()
 
     @property
@@ -99,8 +99,9 @@ class Generation:
         """What is noted of each choice's time, parallel to `requests`."""
         return self._stream.timelines
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Deltas of all choices as they come, until every choice has ended.
+    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        """Deltas of all choices as they come, those together that are there at once, until every
+        choice has ended.
 
         Raises: GenerationFailed: a choice could not be completed. InvalidRequest: it turned out
             that one cannot be. QueueFull: one had to make room for a request of higher priority.
@@ -109,21 +110,27 @@ class Generation:
         hide = self.params.hide_output
         tokens = 0
         while news := await self._stream.take():
+            together: list[Delta] = []
             for delta in news:
-                failure = _failure(delta.finish)
+                failure = None if delta.finish is None else _failure(delta.finish)
                 if failure is not None:
+                    if together:
+                        yield together
                     raise failure
                 if hide:
                     delta.text = ""
                     delta.token_ids.clear()
                     delta.logprobs.clear()
+                together.append(delta)
                 self._completion_tokens += len(delta.token_ids)
                 tokens += len(delta.token_ids) + len(delta.prompt_logprobs or ())
-                yield delta
-                self.deltas += 1
                 if tokens >= MOST_TOKENS:
-                    tokens = 0
+                    yield together
+                    together, tokens = [], 0
                     await asyncio.sleep(0)  # it may have been written out at length
+            if together:
+                yield together
+            self.reads += 1
 
     def usage(self) -> Usage:
         """Tokens so far; complete once the iteration has ended."""
@@ -300,9 +307,9 @@ class Generator:
         return BadWords(found) if found else None
 
 
-def _failure(finish: Finish | None) -> LoomserveError | None:
+def _failure(finish: Finish) -> LoomserveError | None:
     """The error for a choice that ended in a way that must not look like an answer."""
-    if finish is None or finish.reason not in (FinishReason.ERROR, FinishReason.TIMEOUT):
+    if finish.reason not in (FinishReason.ERROR, FinishReason.TIMEOUT):
         return None
     message = finish.message or "the request could not be completed"
     if finish.retry_after_s is not None:

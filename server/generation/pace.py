@@ -16,8 +16,11 @@ class Pace:
     def __init__(self) -> None:
         self._since = time.perf_counter()
 
-    async def step(self) -> None:
-        """Before each row: lets others run where that is due."""
-        if time.perf_counter() - self._since > SECONDS:
-            await asyncio.sleep(0)
-            self._since = time.perf_counter()
+    def due(self) -> bool:
+        """Before each row: whether to rest."""
+        return time.perf_counter() - self._since > SECONDS
+
+    async def rest(self) -> None:
+        """Lets others run."""
+        await asyncio.sleep(0)
+        self._since = time.perf_counter()

@@ -39,7 +39,8 @@ async def token_masks(
     bits = all_allowed(len(rows), vocab_size)
     pace = Pace()
     for row_bits, choice in zip(bits, rows.values(), strict=True):
-        await pace.step()
+        if pace.due():
+            await pace.rest()
         if live.get(choice.request.request_id) is not choice:
             continue
         try:

@@ -17,6 +17,11 @@ HEADERS = {
 }
 
 
+# Where no more than this is unsent, a connection takes more without waiting: transports ask for a
+# pause at 64 KiB, and for more again at a quarter of that.
+ROOM_BYTES = 16384
+
+
 class SlowReader(ConnectionError):
     """The client has left its answer unread for too long."""
 
@@ -37,6 +42,7 @@ class EventStream:
     def __init__(self, request: web.Request, timeout_s: float) -> None:
         self._request = request
         self._timeout_s = timeout_s
+        self._transport: asyncio.Transport | None = None  # of a chunked answer that has begun
         self.response = web.StreamResponse(headers=HEADERS)
 
     @property
@@ -48,7 +54,7 @@ class EventStream:
 
         Raises: SlowReader: it stayed full. ConnectionError: the client has gone.
         """
-        if not data:
+        if not data or self._sent_at_once(data):
             return
         if not self.response.prepared:
             await self.response.prepare(self._request)
@@ -58,6 +64,19 @@ class EventStream:
         except TimeoutError:
             self._drop()
             raise SlowReader(f"nothing was read for {self._timeout_s:g} s") from None
+        if self.response.headers.get("Transfer-Encoding") == "chunked":
+            self._transport = self._request.transport
+
+    def _sent_at_once(self, data: bytes) -> bool:
+        """Sends a chunk where that cannot wait for the client. The way through the response, and a
+        timer for it, cost more than all else that is done for a token."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return False
+        if transport.get_write_buffer_size() + len(data) > ROOM_BYTES:
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     async def end(self) -> web.StreamResponse:
         await self.response.write_eof()

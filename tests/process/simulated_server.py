@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import sys
 
 import uvloop
 
+from server.launcher import calm_interpreter
 from tests.fakes import byte_tokenizer, fake_runner, fake_server, make_fake_service
 from tests.server.server_kit import CHATML_TOOLS
 
@@ -26,7 +25,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    # As the launcher does.
-    gc.freeze()
-    sys.setswitchinterval(0.001)
+    calm_interpreter()
     uvloop.run(main())

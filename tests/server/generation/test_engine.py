@@ -288,9 +288,8 @@ async def test_the_last_tokens_go_out_before_the_recount():
         params = GenerationParams(sampling=SamplingParams(max_new_tokens=3, temperature=0.0))
         with generator.start([[1, 2]], params, "r") as generation:
             order.clear()
-            async for delta in generation:
-                if delta.finish is not None:
-                    order.append("last tokens")  # noqa: PERF401
+            async for news in generation:
+                order += ["last tokens"] * (news[-1].finish is not None)
         await server.wait_idle()
         assert order[0] == "last tokens"
         await server.complete(max_tokens=1)  # the loop has been through a rest by then
