@@ -87,11 +87,10 @@ class LiveView:
         if len(self.watchers) >= MOST_WATCHERS:
             raise QueueFull(f"{MOST_WATCHERS} watch already, as many as may", retry_after_s=5.0)
         watcher = Watcher()
+        watcher.offer(Sampler(self._engine, FIRST_STEPS).sample(FIRST_STEPS))
         self.watchers.add(watcher)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="live view")
-        sampler = Sampler(self._engine, FIRST_STEPS)
-        watcher.offer(sampler.sample(FIRST_STEPS))
         return watcher
 
     def leave(self, watcher: Watcher) -> None:

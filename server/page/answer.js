@@ -20,6 +20,7 @@ export class Answer {
   // Takes an event of the stream.
   read(event) {
     if (event.usage) this._usage = event.usage;
+    if (event.timings) this._timings = event.timings;
     const choice = event.choices?.[0];
     if (!choice) return;
     const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta;
@@ -48,6 +49,10 @@ export class Answer {
       const cached = usage.prompt_tokens_details?.cached_tokens;
       notes.push(`${figure(usage.prompt_tokens)} prompt tokens${cached ? ` (${figure(cached)} cached)` : ""}`);
       notes.push(`${figure(usage.completion_tokens)} tokens`);
+    }
+    const { queued_s: queued, waited_s: waited = {} } = this._timings ?? {};
+    if (queued >= 0.001) {
+      notes.push(`queued ${duration(queued)} for ${Object.keys(waited).join(", ")}`);
     }
     if (this._first !== null) {
       notes.push(`first after ${duration((this._first - this._begin) / 1000)}`);

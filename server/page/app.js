@@ -25,7 +25,7 @@ try {
   const info = await (await ask("/server_info")).json();
   document.getElementById("model").textContent = info.model;
   document.getElementById("version").textContent = info.version;
-  chat.showDefaults(info.sampling_defaults);
+  chat.heed(info);
 } catch (error) {
   document.getElementById("model").textContent = error.message;
 }

@@ -4,13 +4,14 @@ import { Answer, spoken } from "/page/answer.js";
 import { ServerError, ask, events } from "/page/api.js";
 import { explainTokens } from "/page/tokens.js";
 
-const TOP = 5; // alternatives shown for a token
+const MOST_TOP = 5; // alternatives shown for a token
 
 export class Chat {
   constructor() {
     this._messages = [];
     this._elements = []; // of the messages, one each
     this._running = null; // AbortController of the answer that comes
+    this._top = MOST_TOP;
     this._log = byId("log");
     this._field = byId("message");
     this._send = byId("send");
@@ -37,8 +38,9 @@ export class Chat {
     byId("again").onclick = () => this._again();
   }
 
-  // Placeholders that tell what an empty field means: the server's own defaults.
-  showDefaults(defaults) {
+  // Placeholders tell what an empty field means: the server's own defaults.
+  heed({ sampling_defaults: defaults, options }) {
+    this._top = Math.min(MOST_TOP, options.max_logprobs ?? MOST_TOP);
     for (const field of document.querySelectorAll("#settings [data-default]")) {
       const value = defaults[field.dataset.default];
       if (value !== null && value !== undefined) field.placeholder = String(value);
@@ -139,11 +141,12 @@ export class Chat {
     const messages = this._messages.filter((message) => !message.failed);
     const system = byId("system").value.trim();
     if (system) messages.unshift({ role: "system", content: system });
-    const body = { messages, stream: true, stream_options: { include_usage: true } };
+    const more = { include_usage: true, include_timings: true };
+    const body = { messages, stream: true, stream_options: more };
     for (const field of document.querySelectorAll("#settings [data-field]")) {
       if (field.value.trim()) body[field.dataset.field] = Number(field.value);
     }
-    if (byId("probabilities").checked) Object.assign(body, { logprobs: true, top_logprobs: TOP });
+    if (byId("probabilities").checked) Object.assign(body, { logprobs: true, top_logprobs: this._top });
     const tools = byId("tools").value.trim();
     if (tools) body.tools = parsedTools(tools);
     return body;

@@ -89,6 +89,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 
 @pytest.fixture(scope="session")
 def talker() -> Iterator[Served]:
-    """A simulated model that says what it is asked to (`say`), calls tools and reasons."""
-    with sim_server(CHATML_TOOLS, reasoning_parser="qwen3") as served:
+    """A simulated model that says what it is asked to (`say`), calls tools and reasons. Its server
+    refuses fields that nobody reads."""
+    with sim_server(CHATML_TOOLS, reasoning_parser="qwen3", strict_fields=True) as served:
         yield served

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from dataclasses import replace
 
 import pytest
+from yarl import URL
 
 from runtime.errors import QueueFull
 from server.generation.metrics import Histogram
@@ -162,6 +165,40 @@ async def test_a_slow_reader_loses_samples_and_holds_one(slow_steps):
     seen = [one["step"] for sample in taken for one in sample["steps"]]
     assert seen == sorted(set(seen)), "a reader that keeps up sees every step once"
     assert len(late["steps"]) <= MOST_STEPS
+
+
+async def test_a_reader_that_never_reads_is_cut_off_and_holds_little(slow_steps):
+    """Its socket fills; then samples are dropped, and after the time-out the reader is."""
+    service = slow_steps
+    service.config = replace(service.config, slow_reader_timeout=0.3)
+    async with fake_server(service) as server:
+        work = [
+            asyncio.create_task(server.complete("u" * 40, max_tokens=1900, ignore_eos=True))
+            for _ in range(MOST_REQUESTS)
+        ]
+        with socket.create_connection(("127.0.0.1", URL(server.url).port)) as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.sendall(b"GET /debug/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: service.live.watchers)
+            await until(lambda: not service.live.watchers)
+        service.generator.abort(None)
+        await asyncio.gather(*work, return_exceptions=True)
+    assert service.live._task is None
+
+
+async def test_a_sample_that_fails_costs_nobody_a_place():
+    async with fake_server() as server:
+        service = server.service
+
+        def broken(*_):
+            raise RuntimeError("made for this test")
+
+        service.engine.scheduler.glance = broken
+        for _ in range(MOST_WATCHERS + 1):
+            assert (await server.get("/debug/live"))[0] == 500
+        assert not service.live.watchers
+        del service.engine.scheduler.glance
+        assert len(await samples(server, 1)) == 1
 
 
 async def test_only_so_many_watch_and_a_place_comes_free():
