@@ -106,13 +106,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
     if config.allow_special_in_content:
         tokenizer.allow_special_in_content()
     model, *aliases = dict.fromkeys(config.served_model_name or (parts.model_name,))
-    metrics = Metrics(
-        model,
-        scheduler.statistics,
-        scheduler.waited_seconds,
-        _cache_info(scheduler),
-        config.metrics_compat,
-    )
+    metrics = _metrics(config, scheduler, model)
     engine = Engine(
         runner,
         scheduler,
@@ -123,11 +117,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
     )
     limits = _limits(config, parts, model, aliases)
     generator = Generator(
-        engine,
-        tokenizer,
-        limits,
-        seed=config.runner.seed,
-        request_timeout_s=config.request_timeout,
+        engine, tokenizer, limits, seed=config.runner.seed, request_timeout_s=config.request_timeout
     )
     connections = _connections(config)
     metrics.connections = lambda: len(connections)
@@ -162,6 +152,16 @@ def _spans(config: ServerConfig, model: str, engine: Engine) -> Spans | None:
     from server.observability.spans import Spans
 
     return Spans(config.otlp_endpoint, model, engine.clock)
+
+
+def _metrics(config: ServerConfig, scheduler: Scheduler, model: str) -> Metrics:
+    return Metrics(
+        model,
+        scheduler.statistics,
+        scheduler.waited_seconds,
+        _cache_info(scheduler),
+        config.metrics_compat,
+    )
 
 
 def _limits(config: ServerConfig, parts: Parts, model: str, aliases: Sequence[str]) -> ApiLimits:

@@ -52,6 +52,7 @@ class Coefficients(NamedTuple):
     constant: float
 
     def seconds(self, shape: StepShape) -> float:
+        """What a step of this shape takes."""
         return (
             self.square * shape.square
             + self.token * shape.tokens

@@ -40,6 +40,7 @@ class Member:
         self._environment = environment
 
     async def start(self) -> asyncio.subprocess.Process:
+        """Starts the process; the one before it has ended."""
         self.asked_to_end = False
         self.process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -51,6 +52,7 @@ class Member:
         return self.process
 
     def signal(self, number: int) -> None:
+        """Sends it a signal, if it runs."""
         if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)

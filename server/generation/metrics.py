@@ -65,6 +65,7 @@ class Throughput:
         self.value = 0.0
 
     def add(self, count: int, now: float) -> None:
+        """So many tokens have come at `now`, in seconds of the engine's clock."""
         if now - self._last > THROUGHPUT_S:  # what came before the pause says nothing of now
             self._begin, self._tokens = now, 0
         else:
