@@ -40,8 +40,6 @@ class GraphRecorder(Protocol):
     """Turns a step over static buffers into something that can be run again."""
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Captures what `step` launches. Returns what launches it again; its output is the same
-        tensor every time, with new values."""
         """Warms the step up and records it.
 
         Returns: a call that runs the recorded step and returns its output, the same tensor each
