@@ -34,7 +34,7 @@ script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:">
 </head>
 <body>
 <header><h1>loomserve</h1><span>{title}</span></header>
-<main class="document">
+<main>
 {notes}
 <div id="report"></div>
 </main>

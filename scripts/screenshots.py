@@ -124,13 +124,18 @@ def live_narrow_and_dark(browser: Browser, url: str, path: Path) -> None:
 
 
 def simulator(browser: Browser, url: str, path: Path) -> None:
-    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page = browser.new_page(viewport={"width": 1280, "height": 1150})
     page.set_default_timeout(PATIENCE_MS)
     page.goto(url + "/simulator")
     page.locator("#machine option").first.wait_for(state="attached")
     page.get_by_role("button", name="Load and run").click()
-    page.get_by_role("row", name="Largest gap between tokens").wait_for()
-    page.get_by_role("row", name="Largest gap between tokens").scroll_into_view_if_needed()
+    page.get_by_label("compare two settings").check()
+    chunk = page.locator(".setting").nth(1).get_by_role("slider").first
+    chunk.focus()
+    for _ in range(8):
+        chunk.press("ArrowLeft")
+    page.get_by_role("heading", name="B: chunked_prefill_size=512").first.wait_for()
+    page.locator("#columns").scroll_into_view_if_needed()
     page.screenshot(path=path)
     page.close()
 
