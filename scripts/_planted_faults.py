@@ -1,0 +1,465 @@
+"""Small mistakes to plant: in which file, what stands there, what is put in its place.
+
+They are mistakes that people make: off by one, the wrong bound, a condition turned round, a count
+not kept, something not given back. `AREAS` says which fast tests ought to notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCHEDULING = "runtime/scheduling"
+TESTS = "tests/runtime/scheduling"
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A mistake. old: stands in the file exactly once."""
+
+    area: str
+    file: str
+    old: str
+    new: str
+
+
+# The tests of each area, those that notice most first.
+AREAS = {
+    "scheduler": (
+        f"{TESTS}/test_scheduler_rules.py",
+        f"{TESTS}/test_prefill_adder.py",
+        f"{TESTS}/test_step_failures.py",
+        f"{TESTS}/test_preemption.py",
+        f"{TESTS}/test_prefill_share.py",
+        f"{TESTS}/test_queue_order.py",
+        f"{TESTS}/test_wait_reasons.py",
+        f"{TESTS}/test_chunk_sizer.py",
+        f"{TESTS}/test_chunk_alignment.py",
+        f"{TESTS}/test_scheduler_faults.py",
+        f"{TESTS}/test_scheduler_machine.py",
+    ),
+    "cache": (
+        f"{TESTS}/test_radix_cache.py",
+        f"{TESTS}/test_radix_reference.py",
+        f"{TESTS}/test_step_failures.py",
+        f"{TESTS}/test_cache_events.py",
+        f"{TESTS}/test_scheduler_rules.py",
+        f"{TESTS}/test_invariants.py",
+        f"{TESTS}/test_pending_prefixes.py",
+        f"{TESTS}/test_costs.py",
+        f"{TESTS}/test_scheduler_machine.py",
+    ),
+    "engine": (
+        "tests/world",
+        "tests/server/generation/test_engine.py",
+        "tests/server/generation/test_step_retries.py",
+        "tests/server/generation/test_request_faults.py",
+        "tests/server/http/test_connections.py",
+        "tests/server/http/test_limits.py",
+    ),
+    "streams": (
+        "tests/server/generation/test_stop_rules.py",
+        "tests/server/text/test_marks.py",
+        "tests/server/text/test_detokenizer.py",
+        "tests/server/generation/test_output.py",
+        "tests/world",
+        "tests/server/generation/test_generation_features.py",
+        "tests/server/generation/test_seeded_answers.py",
+        "tests/server/grammars/test_grammars.py",
+        "tests/server/api/test_completion_endpoints.py",
+    ),
+    "parsers": (
+        "tests/server/formats/test_tool_parsers.py",
+        "tests/server/formats/test_thinking_budget.py",
+        "tests/server/formats/test_random_chats.py",
+        "tests/server/text/test_bounds.py",
+        "tests/server/grammars/test_grammars.py",
+        "tests/server/grammars/test_grammar_limits.py",
+        "tests/server/api/test_hostile_bodies.py",
+    ),
+    "sampler": (
+        "tests/runtime/execution/test_sampler.py",
+        "tests/ops/test_reference_sampling.py",
+        "tests/runtime/execution/test_forward_batch.py",
+        "tests/runtime/execution/test_paths.py",
+    ),
+    "kernels": (
+        "tests/ops/test_reference_ops.py",
+        "tests/ops/test_cpu_torch_ops.py",
+        "tests/ops/test_experts.py",
+        "tests/ops/gpu/test_triton_attention.py",
+        "tests/ops/gpu/test_triton_elementwise.py",
+        "tests/ops/gpu/test_triton_sampling.py",
+        "tests/ops/gpu/test_triton_attention_faults.py",
+    ),
+}
+
+
+def _planted(area: str, file: str, *changes: tuple[str, str]) -> list[Plant]:
+    return [Plant(area, file, old, new) for old, new in changes]
+
+
+PLANTS = [
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/admission.py",
+        ("rows_missing = 1 - self._free_rows()", "rows_missing = -self._free_rows()"),
+        ("> config.priority_preemption_threshold", ">= config.priority_preemption_threshold"),
+        ("if len(admitted) >= rows:", "if len(admitted) > rows:"),
+        ("self._credit -= price", "self._credit -= 0"),
+        ("min(self._credit + step, max(AHEAD_STEPS * step, unit))", "self._credit + step"),
+        ("> match_limit(request):", ">= match_limit(request):"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/prefill_adder.py",
+        ("if total >= self.left_total or", "if total > self.left_total or"),
+        ("self.left_input -= extend", "self.left_input -= 0"),
+        ("self.taken_step += extend + self._page", "self.taken_step += extend"),
+        ("self.new_requests >= cap:", "self.new_requests > cap:"),
+        ("if free - left * live <= live:", "if free - left * live < 0:"),
+        ("return max(most - mixed_rows, page), NO_LIMIT", "return most, NO_LIMIT"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/scheduler.py",
+        ("if len(life.inflight) >= MAX_IN_FLIGHT:", "if len(life.inflight) > MAX_IN_FLIGHT:"),
+        ("if victims and self._life.inflight:", "if victims and False:"),
+        ("mixing = not self.config.disable_mixed_chunk", "mixing = True"),
+        ("self.counters.retractions += len(victims)", "self.counters.retractions += 1"),
+        ("if len(batch.requests) > 1:", "if len(batch.requests) > 2:"),
+        ("if row < batch.num_prefill:", "if row <= batch.num_prefill:"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/lifecycle.py",
+        ("if r.launched_tokens < r.max_new_tokens]", "if r.launched_tokens <= r.max_new_tokens]"),
+        ("if request is None or request.ending is not None:", "if request is None:"),
+        ("+ len(request.output_ids) - 1", "+ len(request.output_ids)"),
+        ("record.admissions -= 1", "record.admissions -= 0"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/step_results.py",
+        ("half = (len(rows) + 1) // 2 if", "half = len(rows) // 2 if"),
+        ("len(ids) > request.sampling.min_tokens:", "len(ids) >= request.sampling.min_tokens:"),
+        ("elif len(ids) >= request.max_new_tokens:", "elif len(ids) > request.max_new_tokens:"),
+        ("if void and request in void:", "if False:"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/schedule_batch.py",
+        ("[start + 1 for start in starts]", "[start for start in starts]"),
+        ("record.synced_pages = last", "record.synced_pages = first"),
+        ("if not request.length % size:", "if request.length % size == 1:"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/retraction.py",
+        ("oldest = min(admitted, key=_seq)", "oldest = max(admitted, key=_seq)"),
+        ("max(self.value - step, self.floor)", "self.value - step"),
+        ("if priority - request.priority > threshold]", "if priority - request.priority >= 0]"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/intake.py",
+        ("if inputs + wanted > context_length:", "if inputs + wanted >= context_length:"),
+        ("if need >= usable_tokens:", "if need > usable_tokens + 64:"),
+        ("+ len(requests) <= cap:", "+ len(requests) < cap:"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/waiting_queue.py",
+        (
+            "return -request.priority, request.scheduling.seq, request",
+            "return request.priority, request.scheduling.seq, request",
+        ),
+        (
+            "record.seq < newest and request not in admitted",
+            "record.seq > newest and request not in admitted",
+        ),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/policies.py",
+        ("return [-request.max_new_tokens for", "return [request.max_new_tokens for"),
+        ("weight[above] += weight[node]", "weight[above] += 1"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/prefill_delayer.py",
+        (
+            "if kv_usage < config.delayer_low_watermark:",
+            "if kv_usage > config.delayer_low_watermark:",
+        ),
+        ("self._passes += 1", "self._passes += 0"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/chunk_sizer.py",
+        ("align = min(max(page_size, ALIGN_TOKENS),", "align = min(max(1, 1),"),
+        (
+            "return a * (tokens * tokens + 2 * history * tokens) + b * tokens",
+            "return a * tokens * tokens + b * tokens",
+        ),
+    ),
+    *_planted(
+        "cache",
+        f"{SCHEDULING}/kv_memory.py",
+        (
+            "shortfall = pages - self.allocator.free_pages",
+            "shortfall = pages - self.allocator.free_pages - 1",
+        ),
+        ("self.cache.unlock(record.node)", "pass"),
+        ("self.allocator.free_after(own, record.last_step)", "self.allocator.free(own)"),
+        ("record.synced_pages = min(record.synced_pages, first)", "pass"),
+        ("self.allocator.free(request.pages[needed:])", "pass"),
+        ("return len(record.key) // TOKEN_BYTES - 1", "return len(record.key) // TOKEN_BYTES"),
+        ("self.free_rows.append(request.row)", "pass"),
+        ("if made.step > step]", "if made.step >= step]"),
+    ),
+    *_planted(
+        "cache",
+        f"{SCHEDULING}/page_allocator.py",
+        ("del free[-count:]", "del free[-count + 1 :]"),
+        ("if step <= self.done_step:", "if step <= self.done_step + 1:"),
+        ("self._num_deferred += len(pages)", "self._num_deferred += 0"),
+    ),
+    *_planted(
+        "cache",
+        f"{SCHEDULING}/radix_cache.py",
+        ("node is not None and place.tokens < node.end:", "False:"),
+        ("if node.locks > 1:", "if node.locks > 2:"),
+        ("self.protected_tokens -= pages * self.page_size", "self.protected_tokens -= 0"),
+        ("parent.hits += node.hits", "parent.hits += 0"),
+        ("parent.last_used = max(parent.last_used, node.last_used)", "pass"),
+        (
+            "count = min(pages - freed, self.tree.last_piece(leaf))",
+            "count = self.tree.last_piece(leaf)",
+        ),
+        ("below.dead = True", "below.dead = False"),
+        ("if upper.parent is None or upper.locks:", "if upper.parent is None:"),
+    ),
+    *_planted(
+        "cache",
+        f"{SCHEDULING}/radix_tree.py",
+        (
+            "low, high = 0, min(len(run), end - at) // unit",
+            "low, high = 0, min(len(run), end - at) // unit - 1",
+        ),
+        ("tokens = min(tokens, node.start)", "tokens = tokens"),
+        ("del parent.children[self._first_page(node)]", "pass"),
+        ("below.lost_at = self.losses", "pass"),
+        ("node.lost_at = max(node.lost_at, upper.lost_at)", "pass"),
+    ),
+    *_planted(
+        "cache",
+        f"{SCHEDULING}/cache_events.py",
+        ("if made.step <= step]", "if made.step < step]"),
+        ("self._hashes.clear()", "pass"),
+    ),
+    *_planted(
+        "engine",
+        "server/generation/engine.py",
+        (
+            "if flight is not None and not await self._finish(flight, following):",
+            "if flight is not None and await self._finish(flight, following) is None:",
+        ),
+        ("            await _drained(later.step)", "            pass"),
+        ("self._masked_live -= choice.masked", "self._masked_live -= 0"),
+        ("if finish is not output.finish:", "if False:"),
+        ("if not (step.may_sample or step.done):", "if step.done:"),
+        ("self._wake.clear()", "pass"),
+        (
+            "        if self.dead is not None:\n            raise self.dead",
+            "        if False:\n            raise self.dead",
+        ),
+        ("choice.stream.fail(told)", "pass"),
+    ),
+    *_planted(
+        "engine",
+        "server/generation/token_masks.py",
+        ("row_bits.fill(-1)", "row_bits.fill(0)"),
+        ("is not choice:", "is choice:"),
+    ),
+    *_planted(
+        "engine",
+        "server/http/connections.py",
+        ("del self._open[transport]", "pass"),
+        ("return len(self) >= self.most", "return len(self) > self.most"),
+        ("return self._received or self._unread", "return self._received"),
+        ("if self._transport.get_write_buffer_size() < unsent:", "if True:"),
+    ),
+    *_planted(
+        "streams",
+        "server/generation/output.py",
+        ("self.logprobs += later.logprobs", "self.logprobs = later.logprobs"),
+        ("self._unfinished -= 1", "self._unfinished -= 2"),
+        (
+            "cut = finish.reason is not FinishReason.STOP",
+            "cut = finish.reason is FinishReason.STOP",
+        ),
+        (
+            "self.completion_tokens < self._min_tokens:",
+            "self.completion_tokens <= self._min_tokens:",
+        ),
+        ("delta.text += self._scanner.flush()", "pass"),
+        ("if not ends_here or self._include_stop:", "if not ends_here:"),
+        (
+            "finish.reason is FinishReason.LENGTH) and matcher.is_terminated()",
+            "False) and matcher.is_terminated()",
+        ),
+    ),
+    *_planted(
+        "streams",
+        "server/generation/stop_rules.py",
+        (
+            "end - automaton.depth[state] > best[0]:",
+            "end - automaton.depth[state] >= best[0] + 1 + len(undecided):",
+        ),
+        (
+            "(other[0], -other[1]) < (best[0], -best[1])",
+            "(other[0], other[1]) < (best[0], best[1])",
+        ),
+        ("undecided[: end if self._include_stop else start]", "undecided[:start]"),
+    ),
+    *_planted(
+        "streams",
+        "server/text/marks.py",
+        ("self.length[state] or self.length[self._fallback[state]]", "self.length[state]"),
+        (
+            "while state and character not in self._next[state]:",
+            "if state and character not in self._next[state]:",
+        ),
+    ),
+    *_planted(
+        "streams",
+        "server/text/detokenizer.py",
+        ('return "" if cut else self._decode(b"", True)', 'return ""'),
+        ('return text.removeprefix(" ")', "return text.lstrip()"),
+    ),
+    *_planted(
+        "streams",
+        "server/generation/generator.py",
+        ("timed_out=finish.reason is FinishReason.TIMEOUT", "timed_out=False"),
+        ("sampling.seed + choice * SEED_STEP", "sampling.seed + SEED_STEP"),
+    ),
+    *_planted(
+        "streams",
+        "server/generation/bad_words.py",
+        ("head, token = word[:-1], word[-1]", "head, token = word[1:], word[-1]"),
+    ),
+    *_planted(
+        "parsers",
+        "server/formats/tool_parser.py",
+        ("self.calls = self.calls, self.calls + 1", "self.calls = self.calls, self.calls"),
+        (
+            "if final and not self.calls else text[:kept].rstrip()",
+            "if not self.calls else text[:kept].rstrip()",
+        ),
+    ),
+    *_planted(
+        "parsers",
+        "server/formats/json_calls.py",
+        ('return "{}" if text in ("", "null") else text', "return text"),
+        (
+            "if nesting.depth == 1 and not nesting.quote and self._key is None",
+            "if nesting.depth >= 1 and not nesting.quote and self._key is None",
+        ),
+        ("return value if isinstance(value, str) else None", "return value"),
+        ("return nesting.depth == 0", "return nesting.depth <= 1"),
+    ),
+    *_planted(
+        "parsers",
+        "server/formats/pythonic_calls.py",
+        (
+            "nesting.depth == 0 and not nesting.quote and text[at] in",
+            "nesting.depth == 0 and text[at] in",
+        ),
+        ("return -number", "return number"),
+        ("if name not in self._valued), None)", "), None)"),
+    ),
+    *_planted(
+        "parsers",
+        "server/formats/thinking_budget.py",
+        ("self._left -= 1", "self._left -= 0"),
+        ("self._left <= 0 and self.failed is None", "self._left < 0 and self.failed is None"),
+    ),
+    *_planted(
+        "parsers",
+        "server/text/json_bounds.py",
+        ("return items > MAX_ITEMS or nodes > MAX_NODES", "return items > MAX_ITEMS"),
+    ),
+    *_planted(
+        "parsers",
+        "server/grammars/compiler.py",
+        ("self._taken < self.min_tokens and", "self._taken <= self.min_tokens and"),
+        ("self._left_s -= seconds", "self._left_s -= 0.0"),
+    ),
+    *_planted(
+        "parsers",
+        "server/grammars/bits.py",
+        ("1 << (token_ids & 31)", "1 << (token_ids & 15)"),
+    ),
+    *_planted(
+        "sampler",
+        "runtime/execution/sampler.py",
+        (
+            "if batch.output_counts[i] >= self.state.min_tokens[row]:",
+            "if batch.output_counts[i] > self.state.min_tokens[row]:",
+        ),
+        ("return not left.any()", "return bool(left.any())"),
+        ("self._prompt_mask[state] = False", "pass"),
+        ("return ((seed + 2**63) % 2**64) - 2**63", "return seed % 2**63"),
+    ),
+    *_planted(
+        "sampler",
+        "ops/reference.py",
+        ("rank < s.top_k[:, None]", "rank <= s.top_k[:, None]"),
+        ("before < s.top_p[:, None].double()", "before <= s.top_p[:, None].double() + 0.05"),
+        (
+            "torch.where(logits > 0, logits / repetition, logits * repetition)",
+            "logits / repetition",
+        ),
+        ("p.presence[:, None] * (counts > 0)", "p.presence[:, None] * counts"),
+        ("keep &= probs >= s.min_p[:, None] * probs[:, :1]", "keep &= probs >= s.min_p[:, None]"),
+        ("chosen = torch.where(bad, -1, chosen)", "pass"),
+    ),
+    *_planted(
+        "kernels",
+        "ops/reference.py",
+        ("seen &= key_at > at - spec.window", "seen &= key_at >= at - spec.window"),
+        ("live = slots >= 0", "live = slots > 0"),
+    ),
+    *_planted(
+        "kernels",
+        "ops/cpu/attention.py",
+        ("unseen |= keys <= at - window", "unseen |= keys < at - window"),
+        (
+            "tiles.append(_tile(batch, b, tile_lo, tile_hi, kv_len - hi, window, dtype))",
+            "tiles.append(_tile(batch, b, tile_lo, tile_hi, kv_len - hi - 1, window, dtype))",
+        ),
+        ("unseen = step >= counts[:, None]", "unseen = step > counts[:, None]"),
+    ),
+    *_planted(
+        "kernels",
+        "ops/gpu/decode_attention.py",
+        ("seen = (key_at >= begin) & (key_at < end)", "seen = (key_at >= begin) & (key_at <= end)"),
+        ("new_maximum = tl.maximum(maximum, tl.max(lse, 0))", "new_maximum = tl.max(lse, 0)"),
+    ),
+    *_planted(
+        "kernels",
+        "ops/gpu/extend_attention.py",
+        ("key_at[None, :] <= at[:, None]", "key_at[None, :] < at[:, None]"),
+    ),
+    *_planted(
+        "kernels",
+        "ops/gpu/store_kv.py",
+        ("if slot < 0:", "if slot < -1:"),
+    ),
+    *_planted(
+        "kernels",
+        "ops/gpu/sampling.py",
+        ("((word >> (token % 32)) & 1) == 0", "((word >> (token % 31)) & 1) == 0"),
+        ('(tl.max(broken, 0) > 0) | (top == float("-inf"))', '(top == float("-inf"))'),
+    ),
+]
