@@ -15,11 +15,18 @@ from runtime.scheduling.policies import EVICTION_POLICIES, POLICIES
 
 # What the chunk size is by default: a time on a CPU, a size on a GPU.
 STEP_BOUND_MS = 150.0
-GPU_CHUNK_TOKENS = 8192
 CPU_TOTAL_TOKENS = 32768
 MAX_PREFILL_TOKENS = 16384
 # Of a scheduler that is made without a device to size it for.
 CHUNK_TOKENS = 128
+# By the memory of a GPU: a large chunk fills a large card, and its activations crowd a small one.
+_GPU_CHUNK_TOKENS = {0: 2048, 36 << 30: 4096, 64 << 30: 8192}
+
+
+def gpu_chunk_tokens(memory_bytes: int) -> int:
+    """Prefill tokens of a step on a GPU with so much memory, where no option says."""
+    return max(size for least, size in _GPU_CHUNK_TOKENS.items() if memory_bytes >= least)
+
 
 # What the scheduler's books are laid out by; all else may change while requests run.
 FIXED_OPTIONS = (
@@ -45,7 +52,7 @@ class SchedulerOptions:
         "prefill tokens of a step, two pages or more; 0 or -1: prompts are never cut",
         at_least=-1,
         otherwise=f"on a CPU as many as a step of {STEP_BOUND_MS:g} ms is predicted to compute, on"
-        f" a GPU {GPU_CHUNK_TOKENS}",
+        " a GPU 2048, from 36 GiB on 4096, from 64 GiB on 8192",
     )
     max_prefill_tokens: int = option(
         MAX_PREFILL_TOKENS, "upper bound of prefill tokens of a step", at_least=1

@@ -52,6 +52,7 @@ def load(config: ServerConfig) -> Parts:
         page_size=config.scheduler.page_size,
         max_running_requests=config.scheduler.max_running_requests,
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
+        chunked_prefill_size=config.scheduler.chunked_prefill_size,
         tokenizer_size=tokenizer.vocab_size,
         tokenizer_eos_id=tokenizer.eos_token_id,
         progress=progress,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,11 @@ import torch
 
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.checkpoints.open_checkpoint import open_checkpoint
-from runtime.config import CPU_TOTAL_TOKENS, MAX_PREFILL_TOKENS
+from runtime.config import MAX_PREFILL_TOKENS
 from runtime.errors import ConfigError, ModelError, shown
 from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
 from runtime.execution.device import DTYPES, Device, open_device
-from runtime.execution.kv_pool import bytes_per_token
+from runtime.execution.kv_sizing import check_memory, total_tokens, work_bytes
 from runtime.execution.long_prompt_rows import LongPromptRows
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.execution.warm_up import warm_up
@@ -22,7 +22,6 @@ from runtime.execution.weights import WeightLoader
 from runtime.models.decoder import Decoder
 from runtime.models.family import rope_tables
 from runtime.models.registry import read_family
-from runtime.scheduling.page_allocator import pages_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from runtime.models.family import Family
     from runtime.models.rope import RopeSpec
     from runtime.rope_layout import RopeLayout
-
-_MIN_TOTAL_TOKENS = 1024  # a GPU with room for less is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +56,7 @@ def build_runner(
     page_size: int,
     max_running_requests: int,
     max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+    chunked_prefill_size: int | None = None,
     tokenizer_size: int | None = None,
     tokenizer_eos_id: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -67,6 +65,8 @@ def build_runner(
 
     Args:
         max_prefill_tokens: of a step, or a whole prompt.
+        chunked_prefill_size: as the option: None for what the device has by default, 0 or -1 for
+            whole prompts.
         tokenizer_size: ids from here on are never sampled; None: every row of the output layer.
         tokenizer_eos_id: ends a generation too: fine-tunes change it and leave the configs behind.
         progress: told what is going on, at least every two seconds.
@@ -84,16 +84,20 @@ def build_runner(
     loader = _weight_loader(config, checkpoint, family, device, rope_layout, progress)
     model = loader.load(tokenizer_size or family.model.vocab_size)
     info = _model_info(checkpoint, context_length, tokenizer_eos_id, model.vocab_size)
+    decoder = _make_decoder(model, device, path)
     sizes = RunnerSizes(
         page_size=page_size,
-        total_tokens=_total_tokens(config, device, model, page_size),
+        total_tokens=0,
         rows=max_running_requests,
         context_length=context_length,
     )
-    _check_memory(sizes, device, model)
+    most = _largest_step(chunked_prefill_size, max_prefill_tokens, device, context_length)
+    work = work_bytes(device, decoder, sizes, most) if config.max_total_tokens is None else 0
+    sizes = replace(sizes, total_tokens=total_tokens(config, device, model, page_size, work))
+    check_memory(sizes, device, model)
     runner = ModelRunner(
         device,
-        _make_decoder(model, device, path),
+        decoder,
         sizes,
         eos_token_ids=info.eos_token_ids,
         long_prompts=_long_prompt_rows(rope_layout, rope_tables(family, model), device),
@@ -128,6 +132,16 @@ def _make_decoder(model: DecoderModel, device: Device, path: Path) -> Decoder:
         return Decoder(model, device.ops)
     except ValueError as error:
         raise ModelError(f"{path} cannot run on {device.description}: {error}") from error
+
+
+def _largest_step(
+    chunked_prefill_size: int | None, max_prefill_tokens: int, device: Device, context_length: int
+) -> int:
+    """Prefill tokens of the largest step; a whole prompt may have more than a step's bound."""
+    size = device.chunk_tokens if chunked_prefill_size is None else chunked_prefill_size
+    if size is None or size <= 0:
+        return context_length
+    return min(size, max_prefill_tokens, context_length)
 
 
 def _long_prompt_rows(
@@ -213,52 +227,6 @@ def _eos_token_ids(
     return frozenset(i for i in found if 0 <= i < vocab_size)
 
 
-def _total_tokens(config: RunnerConfig, device: Device, model: DecoderModel, page_size: int) -> int:
-    """Whole pages of KV. Raises: ConfigError: the device has no room for a useful pool."""
-    total = config.max_total_tokens
-    if total is None:
-        total = CPU_TOTAL_TOKENS
-        if device.memory_budget_bytes is not None:
-            total = _tokens_that_fit(config, device, model)
-    pages = total // page_size
-    if pages < 3:
-        raise ConfigError(
-            f"max_total_tokens {total}: must be at least three pages of {page_size} tokens"
-        )
-    return pages * page_size
-
-
-_TABLE_ENTRY_BYTES = 4
-
-
-def _check_memory(sizes: RunnerSizes, device: Device, model: DecoderModel) -> None:
-    """Raises: ConfigError: pool and block table could not be had even from an empty device."""
-    kv = sizes.total_tokens * bytes_per_token(model, device.dtype)
-    table = sizes.rows * pages_for(sizes.context_length, sizes.page_size) * _TABLE_ENTRY_BYTES
-    there = device.memory_bytes()
-    if kv + table > there:
-        raise ConfigError(
-            f"max_total_tokens {sizes.total_tokens} with max_running_requests {sizes.rows}: KV of"
-            f" {kv:,} bytes and a block table of {table:,}; this device has {there:,} in all"
-        )
-
-
-def _tokens_that_fit(config: RunnerConfig, device: Device, model: DecoderModel) -> int:
-    assert device.memory_budget_bytes is not None
-    used = device.used_bytes()
-    left = max(0, device.memory_budget_bytes - used)
-    per_token = bytes_per_token(model, device.dtype)
-    if left < per_token * _MIN_TOTAL_TOKENS:
-        raise ConfigError(
-            f"mem_fraction_static {config.mem_fraction_static}: of the GPU's memory that is"
-            f" {device.memory_budget_bytes:,} bytes, {used:,} are taken (weights and whatever else"
-            f" is on the GPU), {left:,} are left for KV; {_MIN_TOTAL_TOKENS} tokens of"
-            f" {per_token:,} bytes are the least. The rest of the memory is for activations and"
-            " captured graphs"
-        )
-    return left // per_token
-
-
 def _capture_graphs(
     runner: ModelRunner, config: RunnerConfig, progress: Callable[[str], None]
 ) -> CudaGraphRunner | None:
@@ -267,11 +235,19 @@ def _capture_graphs(
     if not runner.device.graphs or largest < 1:
         return None
     device = runner.device.torch_device
-    return CudaGraphRunner(
-        CudaRecorder(device),
-        runner.decode_logits,
-        graph_sizes(largest),
-        runner.sizes.context_length,
-        device,
-        progress,
-    )
+    try:
+        return CudaGraphRunner(
+            CudaRecorder(device),
+            runner.decode_logits,
+            graph_sizes(largest),
+            runner.sizes.context_length,
+            device,
+            progress,
+        )
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"cuda_graph_max_bs {largest}: no memory is left to capture decode steps in; of"
+            f" {runner.device.memory_bytes():,} bytes {runner.device.used_bytes():,} are taken,"
+            f" with KV of {runner.sizes.total_tokens} tokens. Capture fewer rows, or lower"
+            f" mem_fraction_static ({config.mem_fraction_static:g})"
+        ) from None

@@ -13,7 +13,7 @@ import torch
 import ops
 from ops.cpu.build import KernelBuildError
 from ops.cpu.load import CpuOptions
-from runtime.config import GPU_CHUNK_TOKENS
+from runtime.config import gpu_chunk_tokens
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class _ImmediateFence:
 
 class _CudaFence:
     def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
+        # Without `blocking` the thread that waits for it keeps a core busy.
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)
 
     def record(self) -> None:
         self._event.record()
@@ -146,6 +147,18 @@ class Device:
             raise RuntimeError("the device computes wrong sums")
         if self.queued:
             torch.cuda.synchronize(self.torch_device)
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """Device memory that `work` takes beyond what is held when it begins; 0 where work is not
+        queued, and `work` is not done."""
+        if not self.queued:
+            return 0
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        work()
+        torch.cuda.synchronize(self.torch_device)
+        return torch.cuda.max_memory_allocated(self.torch_device) - before
 
     def used_bytes(self) -> int:
         """Device memory that is taken, measured: by this process, by its context, by others."""
@@ -240,7 +253,7 @@ def _open_cuda(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
         graphs=not config.disable_cuda_graph,
         memory_budget_bytes=int(total * config.mem_fraction_static),
         description=torch.cuda.get_device_name(device),
-        chunk_tokens=GPU_CHUNK_TOKENS,
+        chunk_tokens=gpu_chunk_tokens(total),
     )
 
 

@@ -52,6 +52,11 @@ def bytes_per_token(model: DecoderModel, dtype: torch.dtype) -> int:
     return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
 
 
+def block_table_bytes(rows: int, context_length: int, page_size: int) -> int:
+    """Memory of a `BlockTable`."""
+    return (rows + 1) * pages_for(context_length, page_size) * torch.int32.itemsize
+
+
 class BlockTable:
     """`pages` [R, max_pages] int32: page of (request row, position // page_size), on the device.
 

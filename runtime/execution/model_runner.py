@@ -181,11 +181,18 @@ class ModelStep:
         graphs, batch = self._runner.graphs, self._batch
         return graphs is not None and not batch.num_prefill and graphs.holds(len(batch.rows))
 
+    def _prepared(self) -> None:
+        """The model comes next. What a queued device waits for until here is the host's time, not
+        its own; where the host is the device, all of it is."""
+        if self._runner.device.queued:
+            self._fences[0].record()
+
     def _replayed_logits(self) -> Tensor:
         runner = self._runner
         assert runner.graphs is not None
         rows, kv_lens, sampled = make_replay_batch(self._batch, runner.staging, runner.memory)
         self._sampled_rows = sampled
+        self._prepared()
         return runner.graphs.replay(rows, kv_lens)
 
     def _eager_logits(self) -> Tensor:
@@ -195,6 +202,7 @@ class ModelStep:
         forward = make_forward_batch(batch, prompt_tokens, staging, runner.memory)
         self._sampled_rows = forward.sampled
         runner.sampler.take_over(batch)
+        self._prepared()
         if len(prompt_tokens):
             return self._with_prompt_logprobs(forward, len(prompt_tokens))
         return runner.decoder(forward.step)

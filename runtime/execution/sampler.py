@@ -248,7 +248,7 @@ class SamplingState:
         """The row's place in the state tables, filled from its prompt and committed outputs."""
         state = self._state_of.setdefault(row, len(self._state_of))
         if state >= self._prompt_mask.shape[0]:
-            self._grow(max(4, 2 * state))
+            self._grow(min(max(4, 2 * state), len(self.flags)))
         prompt = np.array(request.input_ids, dtype=np.int64)
         outputs = np.array(request.output_ids, dtype=np.int64)
         self._prompt_mask[state] = False
@@ -295,6 +295,11 @@ class SamplingState:
             any_filter=bool(flags & FILTER),
             penalties=penalties,
         )
+
+
+def state_bytes(rows: int, vocab_size: int) -> int:
+    """Device memory of a `SamplingState` whose every row has penalties: its two large tables."""
+    return rows * vocab_size * (torch.bool.itemsize + torch.int32.itemsize)
 
 
 def _as_int64(seed: int) -> int:

@@ -55,6 +55,13 @@ def time_step(runner: ModelRunner, tokens: int, history: int, rows: int, row_tok
     return _run(runner, tokens, greedy, history=history, rows=[row_tokens] * rows)
 
 
+def largest_step(runner: ModelRunner, tokens: int) -> None:
+    """A step that takes as much memory as any: `tokens` of a prompt and a decode row for every
+    request, sampled with all that sampling can be asked for. The runner must be idle."""
+    everything = replace(_EXTRAS, temperature=1.0, top_p=0.9, presence_penalty=0.5)
+    _run(runner, tokens, everything, rows=[1] * (runner.sizes.rows - 1))
+
+
 def _run(
     runner: ModelRunner,
     length: int,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.config import GPU_CHUNK_TOKENS, STEP_BOUND_MS, SchedulerConfig, SchedulerOptions
+from runtime.config import STEP_BOUND_MS, SchedulerConfig, SchedulerOptions
 from runtime.errors import ConfigError
 from runtime.scheduling.scheduler import Scheduler
 from runtime.scheduling.step_time_model import MeasuredSteps, measure_steps
@@ -101,10 +101,10 @@ def test_a_size_given_rules(cost: CostModel) -> None:
 
 
 def test_a_gpu_has_a_size_by_default() -> None:
-    config = sized(SchedulerOptions(), device=GPU_CHUNK_TOKENS)
+    config = sized(SchedulerOptions(), device=8192)
     assert (config.chunked_prefill_size, config.step_bound_ms) == (8192, 0.0)
     assert config.measured_steps == ()
-    given = sized(SchedulerOptions(chunked_prefill_size=0), device=GPU_CHUNK_TOKENS)
+    given = sized(SchedulerOptions(chunked_prefill_size=0), device=8192)
     assert given.chunked_prefill_size == 0
 
 
@@ -138,7 +138,7 @@ def test_equal_times_start_from_what_the_bound_allows() -> None:
 
 def test_what_does_not_fit_what_was_derived_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"truncation_align_size 16384: .* \(8192\)"):
-        sized(SchedulerOptions(truncation_align_size=16384), device=GPU_CHUNK_TOKENS)
+        sized(SchedulerOptions(truncation_align_size=16384), device=8192)
 
 
 def test_a_recorded_configuration_is_the_same_when_read() -> None:
@@ -151,7 +151,7 @@ def test_a_recorded_configuration_is_the_same_when_read() -> None:
     ("options", "device", "said"),
     [
         ({}, None, "a step takes 150 ms at most"),
-        ({}, GPU_CHUNK_TOKENS, "chunks of 8192 tokens"),
+        ({}, 8192, "chunks of 8192 tokens"),
         ({"chunked_prefill_size": 64}, None, "chunks of 64 tokens"),
         ({"chunked_prefill_size": -1}, None, "never cut"),
         ({"tpot_slo_ms": 40.0}, None, "a step takes 40 ms while requests run"),

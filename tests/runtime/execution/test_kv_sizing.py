@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ops.cpu.op_set import CpuOps
-from runtime.config import RunnerConfig
+from runtime.config import RunnerConfig, gpu_chunk_tokens
 from runtime.errors import ConfigError
-from runtime.execution.build import _capture_graphs, _total_tokens
+from runtime.execution import build
+from runtime.execution.build import _capture_graphs
 from runtime.execution.device import Device
 from runtime.execution.kv_pool import bytes_per_token
-from tests.ops.gpu.tiny_decoder import make_device, make_model, make_runner
+from runtime.execution.kv_sizing import total_tokens, work_bytes
+from runtime.execution.warm_up import largest_step
+from tests.ops.gpu.tiny_decoder import (
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    make_device,
+    make_model,
+    make_runner,
+)
 
 # 2 layers of 2 heads of 16 floats, K and V: 512 bytes.
 PER_TOKEN = 512
@@ -20,10 +31,18 @@ MODEL = make_model(CpuOps())
 
 
 class Gpu(Device):
-    """A device on which weights and other processes have taken 100,000 bytes."""
+    """A device of 10 MB on which weights and other processes have taken 100,000 bytes, and any
+    step takes 3,000."""
 
     def used_bytes(self) -> int:
         return 100_000
+
+    def memory_bytes(self) -> int:
+        return 10_000_000
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        work()
+        return 3000
 
 
 def gpu(budget_bytes: int) -> Gpu:
@@ -34,22 +53,65 @@ def gpu(budget_bytes: int) -> Gpu:
 def test_the_pool_takes_what_the_budget_leaves_in_whole_pages() -> None:
     device = gpu(100_000 + 5_000 * PER_TOKEN + 17)
     assert bytes_per_token(MODEL, device.dtype) == PER_TOKEN
-    assert _total_tokens(RunnerConfig(), device, MODEL, page_size=16) == 4992  # 312 pages
-    assert _total_tokens(RunnerConfig(), device, MODEL, page_size=1) == 5000
+    assert total_tokens(RunnerConfig(), device, MODEL, 16, work=0) == 4992  # 312 pages
+    assert total_tokens(RunnerConfig(), device, MODEL, 1, work=0) == 5000
 
 
 def test_an_option_wins_over_what_would_fit() -> None:
     config = RunnerConfig(max_total_tokens=160)
-    assert _total_tokens(config, gpu(10**9), MODEL, page_size=16) == 160
+    assert total_tokens(config, gpu(10**9), MODEL, 16, work=10**9) == 160
+
+
+def test_where_steps_take_more_than_the_rest_the_pool_gives_way() -> None:
+    device = gpu(9_000_000)
+    rest = 10_000_000 - 9_000_000
+    budgeted = (9_000_000 - 100_000) // PER_TOKEN
+    assert total_tokens(RunnerConfig(), device, MODEL, 1, work=rest) == budgeted
+    more = rest + 40 * PER_TOKEN
+    assert total_tokens(RunnerConfig(), device, MODEL, 1, work=more) == budgeted - 40
+
+
+def test_what_steps_take_is_measured_at_the_largest_and_counts_what_rows_keep() -> None:
+    runner = make_runner(gpu(10**6), rows=5)
+    taken = work_bytes(runner.device, runner.decoder, runner.sizes, step_tokens=100)
+    table = 6 * (256 // PAGE_SIZE) * 4  # int32, the reserved row among them
+    penalties = 6 * VOCAB_SIZE * (1 + 4)  # what the prompt holds, and counts of the output
+    assert taken == 3000 + table + penalties
+    unlimited = make_device(CpuOps())
+    assert work_bytes(unlimited, runner.decoder, runner.sizes, step_tokens=100) == 0
+    runner.close()
+
+
+def test_the_step_that_is_measured_is_as_large_as_any() -> None:
+    runner = make_runner(make_device(CpuOps()), rows=5)
+    launched = []
+    launch = runner.launch
+
+    def spy(batch):
+        launched.append(batch)
+        return launch(batch)
+
+    runner.launch = spy
+    largest_step(runner, 100)
+    (batch,) = launched
+    assert (batch.prefill_tokens, batch.num_decode, len(batch.sampled)) == (100, 4, 5)
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("gib", "tokens"), [(8, 2048), (24, 2048), (40, 4096), (48, 4096), (80, 8192), (141, 8192)]
+)
+def test_a_chunk_is_as_large_as_the_card(gib: int, tokens: int) -> None:
+    assert gpu_chunk_tokens(gib << 30) == tokens
 
 
 @pytest.mark.parametrize("budget", [50_000, 100_000 + 1023 * PER_TOKEN])
 def test_too_little_memory_is_an_error_with_the_numbers(budget: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        _total_tokens(RunnerConfig(mem_fraction_static=0.5), gpu(budget), MODEL, page_size=16)
+        total_tokens(RunnerConfig(mem_fraction_static=0.5), gpu(budget), MODEL, 16, work=77)
     message = str(caught.value)
     assert message.startswith("mem_fraction_static 0.5:")
-    for number in (budget, 100_000, max(0, budget - 100_000), PER_TOKEN):
+    for number in (budget, 100_000, 77, max(0, budget - 100_000), PER_TOKEN):
         assert f"{number:,}" in message
     assert "1024 tokens" in message
 
@@ -62,4 +124,20 @@ def test_too_little_memory_is_an_error_with_the_numbers(budget: int) -> None:
 def test_nothing_is_captured_where_graphs_are_off(graphs: bool, options: dict) -> None:
     runner = make_runner(replace(make_device(CpuOps()), graphs=graphs))
     assert _capture_graphs(runner, RunnerConfig(**options), lambda _: None) is None
+    runner.close()
+
+
+def test_a_capture_without_memory_is_one_sentence_with_numbers(monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(build, "CudaRecorder", lambda device: None)
+    monkeypatch.setattr(build, "CudaGraphRunner", full)
+    runner = make_runner(replace(gpu(10**6), graphs=True))
+    with pytest.raises(ConfigError) as caught:
+        _capture_graphs(runner, RunnerConfig(mem_fraction_static=0.8), lambda _: None)
+    message = str(caught.value)
+    assert message.startswith("cuda_graph_max_bs 8:")
+    for told in ("10,000,000", "100,000", "512 tokens", "mem_fraction_static (0.8)"):
+        assert told in message
     runner.close()
