@@ -98,7 +98,30 @@ def test_the_image_copies_what_there_is_and_names_known_variables():
         for word in line.split()[1:]
     ]
     assert variables
-    assert variables_are_options(variables)
+    caches = {"HF_HOME", "TRITON_CACHE_DIR"}  # of libraries
+    assert variables_are_options([name for name in variables if name not in caches])
+
+
+def test_containers_run_without_root_and_write_to_the_cache_and_tmp_alone():
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    (user,) = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert int(user) > 0
+    assert lines.index(f"USER {user}") > max(i for i, x in enumerate(lines) if x.startswith("RUN "))
+    composed = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["loomserve"]
+    assert (composed["read_only"], composed["cap_drop"]) == (True, ["ALL"])
+    (pod,) = [
+        one["spec"]["template"]["spec"]
+        for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+        if one["kind"] == "Deployment"
+    ]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == int(user)
+    (container,) = pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    mounts = {one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")}
+    written = set(composed["tmpfs"])
+    written |= {v.split(":")[1] for v in composed["volumes"] if not v.endswith(":ro")}
+    assert mounts == written == {"/cache", "/tmp"}
 
 
 def test_the_unit_gives_time_to_drain_and_does_not_repeat_a_wrong_option(tmp_path):

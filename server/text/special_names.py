@@ -94,13 +94,13 @@ class SpecialNames:
 
         Args:
             text: the conversation as rendered.
-            options: it was rendered with. Tools among them are the client's.
+            options: it was rendered with. Tools and further variables among them are the client's.
             render: renders messages with options.
 
         Raises: InvalidRequest: the template changes a name so that it cannot be placed.
         """
-        tools = options.get("tools")
-        written = list(_strings([*_not_said_by_the_model(messages), tools]))
+        given = {name: options.get(name) for name in ("tools", "kwargs")}
+        written = list(_strings([*_not_said_by_the_model(messages), *given.values()]))
         named = [one for one in written if self._holds_name(one)]
         if not named:
             return None
@@ -112,7 +112,7 @@ class SpecialNames:
                 return cover.hide(one, hidden)
 
             shown = [m if m["role"] == "assistant" else _mapped(m, hide) for m in messages]
-            return render(shown, **{**options, "tools": _mapped(tools, hide)})
+            return render(shown, **{**options, **_mapped(given, hide)})
 
         without = rendered(names)
         if cover.show(without) == text:
