@@ -288,7 +288,7 @@ def test_gpt_oss_with_its_experts_in_mxfp4(tmp_path: Path) -> None:
     ("quantization", "message"),
     [
         ({"quant_method": "hqq"}, "quant_method is 'hqq'; it must be one of gptq, awq,"),
-        ("gptq", "quant_method is None"),
+        ("gptq", "quant_method is null"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3; it must be one of 4, 8"),
         ({**GPTQ, "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({**GPTQ, "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
@@ -297,7 +297,7 @@ def test_gpt_oss_with_its_experts_in_mxfp4(tmp_path: Path) -> None:
         (compressed("int-quantized", num_bits=2), "num_bits is 2"),
         ({**compressed("int-quantized"), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit True"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit true"),
         ({"quant_method": "compressed-tensors", "format": "dense"}, "format is 'dense'"),
     ],
 )

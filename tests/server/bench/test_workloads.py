@@ -155,7 +155,7 @@ def test_words_that_no_hash_id_covers_are_a_request_s_own(tmp_path):
     [
         ("azure", "a,b\n1,2\n", "has no column TIMESTAMP"),
         ("azure", AZURE.replace("374", "many"), ":2: ContextTokens 'many': must be a whole number"),
-        ("azure", AZURE.replace(",44", ""), ":2: GeneratedTokens None"),
+        ("azure", AZURE.replace(",44", ""), ":2: GeneratedTokens null"),
         ("azure", AZURE.replace("2023-11-16 18:15:46.6805900", "then"), ":2: TIMESTAMP 'then'"),
         ("azure", AZURE.replace("374", "-4"), ":2: ContextTokens -4: must be from 0 to"),
         ("mooncake", '{"timestamp": 1}\n', ":1: is no request of such a trace"),
