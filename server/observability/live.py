@@ -136,10 +136,10 @@ class Sampler:
         self._seen = max(engine.records.total - back, 0)  # steps
         self._last_s = engine.clock()
         self._was_busy = True
-        metrics, counters = engine.metrics, engine.scheduler.counters
+        metrics = engine.metrics
         self._ttft = LatencyWindow(metrics.time_to_first_token)
         self._itl = LatencyWindow(metrics.inter_token_latency)
-        self._counted = (counters.output_tokens, counters.cached_tokens, counters.prompt_tokens)
+        self._output_tokens = engine.scheduler.counters.output_tokens
 
     @property
     def news(self) -> bool:
@@ -222,18 +222,14 @@ class Sampler:
         return max(lengths.sum / count, 1.0) if count else None
 
     def _rates(self, seconds: float) -> dict[str, float | None]:
-        """Of the time since the last sample; the hit rate also since the start."""
+        """Tokens since the last sample; the cache's hit rate since the start."""
         counters = self._engine.scheduler.counters
-        before = self._counted
-        self._counted = (counters.output_tokens, counters.cached_tokens, counters.prompt_tokens)
-        output, cached, prompt = (
-            now - then for now, then in zip(self._counted, before, strict=True)
-        )
-        total = counters.prompt_tokens
+        output = counters.output_tokens - self._output_tokens
+        self._output_tokens = counters.output_tokens
+        prompts = counters.prompt_tokens
         return {
             "output_tokens_s": output / seconds if seconds > 0 else 0.0,
-            "hit_rate": cached / prompt if prompt else None,
-            "hit_rate_total": counters.cached_tokens / total if total else None,
+            "hit_rate": counters.cached_tokens / prompts if prompts else None,
         }
 
 

@@ -29,6 +29,7 @@ export class Answer {
     for (const call of calls ?? []) this._call(call);
     const entries = choice.logprobs?.content ?? [];
     for (const piece of this._runs.read(content ?? "", entries)) this._append(piece);
+    if (reasoning) this._runs.forget();
     if (choice.finish_reason) this.finish = choice.finish_reason;
   }
 

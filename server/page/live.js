@@ -133,8 +133,9 @@ export class LiveView {
     const left = waiting + queue.running + queue.prefilling - requests.length;
     if (left > 0) parts.push(`${left} not listed`);
     this._status(parts.join(" · "));
-    const rate = (value) => (value == null ? "–" : `${figure(100 * value)} %`);
-    byId("hit-rate").textContent = `${rate(rates.hit_rate_total)} of prompt tokens were cached`;
+    const hits = rates.hit_rate;
+    byId("hit-rate").textContent =
+      hits === null ? "" : `${figure(100 * hits)} % of prompt tokens were found in the cache.`;
   }
 
   _showPool(pool) {

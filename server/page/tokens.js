@@ -4,7 +4,8 @@ import { make } from "/page/dom.js";
 
 // Lays the tokens of a stream (entries of `logprobs.content`) under its text, as both come. Text may
 // come later than its tokens (what could have become a stop string), tokens may have no text (marks
-// of reasoning and tools); text whose tokens are not known is shown without.
+// of tools); text whose tokens are not known is shown without. Where a text stands more than once
+// among the tokens that have come it is the last: nothing is held back for long.
 export class TokenRuns {
   constructor() {
     this._pending = [];
@@ -14,13 +15,18 @@ export class TokenRuns {
   read(text, entries) {
     this._pending.push(...entries);
     if (!text) return [];
-    const from = byteIndexOf(this._pending, text);
+    const from = lastIndexOf(this._pending, text);
     if (from < 0) {
-      this._pending = [];
+      this.forget();
       return [{ text, tokens: [] }];
     }
     const end = from + encoder.encode(text).length;
     return this._cut(from, end);
+  }
+
+  // The tokens that have come belong to something else than text.
+  forget() {
+    this._pending = [];
   }
 
   _cut(from, end) {
@@ -58,10 +64,10 @@ function decode(bytes) {
   }
 }
 
-function byteIndexOf(tokens, text) {
+function lastIndexOf(tokens, text) {
   const bytes = tokens.flatMap((token) => token.bytes);
   const wanted = encoder.encode(text);
-  for (let at = 0; at + wanted.length <= bytes.length; at += 1) {
+  for (let at = bytes.length - wanted.length; at >= 0; at -= 1) {
     if (wanted.every((byte, index) => bytes[at + index] === byte)) return at;
   }
   return -1;

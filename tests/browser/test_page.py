@@ -101,6 +101,46 @@ def test_what_a_model_writes_is_never_markup(open_page, talker):
     assert page.locator(".token").count() == len(EVIL), "one token is one byte here"
 
 
+# Pieces of text as they come, each with the tokens that came with it, as [text, logprob].
+RUNS = """async (events) => {
+  const { TokenRuns } = await import('/page/tokens.js');
+  const runs = new TokenRuns();
+  const token = ([bytes, logprob]) => ({ bytes, logprob });
+  return events.flatMap(([text, tokens]) => runs.read(text, tokens.map(token)).map(
+    (piece) => [piece.text, piece.tokens.map((one) => one.logprob)],
+  ));
+}"""
+
+
+@pytest.mark.parametrize(
+    ("events", "pieces"),
+    [
+        pytest.param(
+            [["", [["ab", -1], ["ab", -2]]], ["ab", [["ab", -3]]]], [["ab", [-3]]], id="repeated"
+        ),
+        pytest.param(
+            [["", [["x", -1]]], ["xy", [["y", -2]]], ["z", [["z", -3]]]],
+            [["x", [-1]], ["y", [-2]], ["z", [-3]]],
+            id="held-back",
+        ),
+        pytest.param([["ü", [["ü", -1]]]], [["ü", [-1]]], id="one"),
+        pytest.param(
+            [["ü!", [[b"\xc3", -1], [b"\xbc", -2], ["!", -3]]]],
+            [["ü", [-1, -2]], ["!", [-3]]],
+            id="cut",
+        ),
+        pytest.param([["ab", [["abc", -1]]], ["c", []]], [["ab", [-1]], ["c", [-1]]], id="half"),
+        pytest.param([["ab", []], ["c", [["c", -1]]]], [["ab", []], ["c", [-1]]], id="unknown"),
+    ],
+)
+def test_tokens_are_laid_under_the_text_that_they_made(open_page, talker, events, pieces):
+    def raw(token):
+        return list(token if isinstance(token, bytes) else token.encode())
+
+    sent = [[text, [[raw(token), value] for token, value in tokens]] for text, tokens in events]
+    assert open_page(talker.url).evaluate(RUNS, sent) == pieces
+
+
 def test_tool_calls_are_shown_and_their_results_sent(open_page, talker):
     page = open_page(talker.url)
     page.locator("#settings > summary").click()
