@@ -14,9 +14,15 @@ if TYPE_CHECKING:
     from server.bench.target import Target
 
 # What stands behind the colon in the names of vLLM, SGLang, llama.cpp and loomserve.
-RUNNING = ("num_requests_running", "num_running_reqs", "requests_processing")
-WAITING = ("num_requests_waiting", "num_queue_reqs", "requests_deferred")
-KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage", "kv_cache_usage_ratio")
+RUNNING = ("requests_running", "num_requests_running", "num_running_reqs", "requests_processing")
+WAITING = ("requests_waiting", "num_requests_waiting", "num_queue_reqs", "requests_deferred")
+KV_USAGE = (
+    "kv_usage",
+    "kv_cache_usage_perc",
+    "gpu_cache_usage_perc",
+    "token_usage",
+    "kv_cache_usage_ratio",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,7 @@ _SPREADS: Sequence[Spread] = (
     ),
     (
         "loomserve:event_loop_lag_seconds",
-        "How late a timer of the event loop was, every 20 ms",
+        "How late a timer of the event loop was, every 20 ms, or 50 where it has little to do",
         lambda m: m.loop_lag,
     ),
     (

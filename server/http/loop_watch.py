@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("loomserve.loop")
 
 BEAT_SECONDS = 0.02
+# Between two beats of a loop that has next to nothing to do: waking it is then all that it costs.
+QUIET_BEAT_SECONDS = 0.05
+QUIET_CPU_SECONDS = 0.001
 # Somebody who reads a stream sees such a gap.
 TOLD_SECONDS = 0.1
 _FRAMES = 6
@@ -62,14 +65,19 @@ class LoopWatch:
             seen, what = self._seen or (0.0, "")
             where = what if seen == self._last else "it was over before it could be looked at"
             log.warning("the event loop was held up for %.0f ms: %s", 1e3 * late, where)
-        self._last, self._used, self._due = now, used, now + BEAT_SECONDS
-        self._timer = self._loop.call_later(BEAT_SECONDS, self._on_beat)
+        quiet = used - self._used < QUIET_CPU_SECONDS
+        pause = QUIET_BEAT_SECONDS if quiet else BEAT_SECONDS
+        self._last, self._used, self._due = now, used, now + pause
+        self._timer = self._loop.call_later(pause, self._on_beat)
 
     def _watch(self) -> None:
-        while not self._ended.wait(TOLD_SECONDS / 2):
+        wait = TOLD_SECONDS
+        while not self._ended.wait(wait):
             last = self._last
-            if time.monotonic() - last < TOLD_SECONDS + BEAT_SECONDS:
+            wait = self._due + TOLD_SECONDS - time.monotonic()
+            if wait > 0:
                 continue
+            wait = TOLD_SECONDS / 2
             if self._seen is None or self._seen[0] != last:
                 frame = sys._current_frames().get(self._thread_id)
                 task = asyncio.current_task(self._loop)

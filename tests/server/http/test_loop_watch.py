@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from types import SimpleNamespace
 
 from aiohttp import web
 
 from server.api import admin
+from server.http import loop_watch
 from server.http.loop_watch import TOLD_SECONDS, LoopWatch
 from tests.fakes import fake_server
 
@@ -62,3 +64,19 @@ async def test_a_request_that_holds_the_loop_is_named_and_counted(monkeypatch, c
             bucket = r'loomserve:event_loop_lag_seconds_bucket\{le="(\S+)",.*\} (\S+)'
             counts = {float(le): float(count) for le, count in re.findall(bucket, text)}
     assert "GET /health of request r-17, at hold_the_loop" in caplog.text
+
+
+async def test_a_loop_that_has_little_to_do_is_looked_at_less_often(monkeypatch):
+    used, pauses = [0.0], []
+    clocks = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: used[0])
+    monkeypatch.setattr(loop_watch, "time", clocks)
+    watch = LoopWatch(lambda late, cpu: None)
+    watch._timer.cancel()
+    loop = SimpleNamespace(call_later=lambda seconds, _: pauses.append(seconds))
+    monkeypatch.setattr(watch, "_loop", loop)
+    for work_s in (0.0, 0.01, 0.0001):
+        used[0] += work_s
+        watch._on_beat()
+    assert pauses == [0.05, 0.02, 0.05]
+    watch._ended.set()
+    watch._watcher.join()
