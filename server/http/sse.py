@@ -16,7 +16,6 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-
 # Where no more than this is unsent, a connection takes more without waiting: transports ask for a
 # pause at 64 KiB, and for more again at a quarter of that.
 ROOM_BYTES = 16384
@@ -79,6 +78,7 @@ class EventStream:
         return True
 
     async def end(self) -> web.StreamResponse:
+        """Ends the answer. Returns it, for the handler to return."""
         await self.response.write_eof()
         return self.response
 

@@ -283,6 +283,7 @@ class Tokenizer:
         return text
 
     def close(self) -> None:
+        """Ends its threads."""
         self.lanes.close()
 
 
