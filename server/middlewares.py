@@ -147,7 +147,9 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if service.draining and request.method == "POST":
             raise Draining
     check_origin(request, service.config.cors_allow_origins)
-    if request.can_read_body:
+    if not request.can_read_body:
+        return await _received(request, handler)
+    with service.bodies.held(request.content_length):
         try:
             async with asyncio.timeout(service.config.body_timeout):
                 await request.read()  # kept by aiohttp for the handler
@@ -155,8 +157,12 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise web.HTTPRequestTimeout(
                 text=f"the body did not arrive within {service.config.body_timeout:g} s"
             ) from None
+        return await _received(request, handler)
+
+
+async def _received(request: web.Request, handler: Handler) -> web.StreamResponse:
     interim = request.version >= HttpVersion11
-    service.connections.received(request.transport, interim=interim)
+    request.app[SERVICE].connections.received(request.transport, interim=interim)
     return await handler(request)
 
 

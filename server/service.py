@@ -17,6 +17,7 @@ from server.generation.generator import Generation, Generator
 from server.generation.metrics import Metrics
 from server.generation.params import ApiLimits, SamplingDefaults
 from server.generation.watchers import Watchers
+from server.http.bodies import Bodies
 from server.http.connections import Connections
 from server.observability.live import LiveView
 from server.observability.tracing import Tracing
@@ -87,6 +88,7 @@ class Service:
     tracing: Tracing
     spans: Spans | None
     connections: Connections
+    bodies: Bodies
     source: ModelSource
     eos_token_ids: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
@@ -120,7 +122,9 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         engine, tokenizer, limits, seed=config.runner.seed, request_timeout_s=config.request_timeout
     )
     connections = _connections(config)
+    bodies = Bodies(config.max_body_bytes)
     metrics.connections = lambda: len(connections)
+    metrics.held_bytes = lambda: (bodies.bytes, connections.unsent_bytes)
     reports: Watchers[RequestReport] = Watchers()
     tracing = Tracing(generator, reports)
     if config.trace is not None:
@@ -141,6 +145,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         tracing=tracing,
         spans=spans,
         connections=connections,
+        bodies=bodies,
         source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,
     )

@@ -137,8 +137,10 @@ def _sizes(service: Service) -> dict[str, Any]:
 
 async def debug_requests(request: web.Request) -> web.Response:
     """GET /debug/requests: every live request, and what it has waited for; also what now holds
-    the queue back, and whether --tpot-slo-ms is within reach. No text."""
-    scheduler = request.app[SERVICE].engine.scheduler
+    the queue back, whether --tpot-slo-ms is within reach, and what clients hold in memory. No
+    text."""
+    service = request.app[SERVICE]
+    scheduler = service.engine.scheduler
     now = scheduler.statistics()
     return json_response(
         {
@@ -147,6 +149,13 @@ async def debug_requests(request: web.Request) -> web.Response:
             "chunk_tokens": now.chunk_tokens,
             "slo_feasible": now.slo_feasible,
             "predicted_step_s": now.predicted_step_s,
+            "memory": {
+                "connections": len(service.connections),
+                "connections_bound": service.connections.most,
+                "body_bytes": service.bodies.bytes,
+                "body_bytes_bound": service.bodies.most,
+                "unsent_answer_bytes": service.connections.unsent_bytes,
+            },
             "requests": [dataclasses.asdict(one) for one in scheduler.requests],
         }
     )

@@ -127,6 +127,16 @@ _GAUGES: Sequence[Gauge] = (
         "Open connections",
         lambda s, m: m.connections(),
     ),
+    (
+        "loomserve:request_body_bytes",
+        "Bytes of request bodies that arrive or are being answered",
+        lambda s, m: m.held_bytes()[0],
+    ),
+    (
+        "loomserve:unsent_answer_bytes",
+        "Bytes of answers that clients have not taken yet",
+        lambda s, m: m.held_bytes()[1],
+    ),
 )
 _COUNTS: Sequence[Count] = (
     (

@@ -59,6 +59,11 @@ class Connections:
         return len(self._open) + self.handshakes
 
     @property
+    def unsent_bytes(self) -> int:
+        """Bytes of answers that no client has taken yet."""
+        return sum(connection.unsent_bytes for connection in self._open.values())
+
+    @property
     def full(self) -> bool:
         return len(self) >= self.most
 
@@ -114,6 +119,10 @@ class _Connection(asyncio.Protocol):
         self._received = False  # a whole request is being answered
         self._interim = False  # and its client knows interim answers
         self._answering = False  # and its answer has begun
+
+    @property
+    def unsent_bytes(self) -> int:
+        return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
     # From the event loop
 
