@@ -120,7 +120,12 @@ def _add_load(add: Any) -> None:
 
 def _add_timing(add: Any) -> None:
     add("--concurrency", type=int, metavar="N", help="clients of a closed loop (8)")
-    add("--rate", type=float, metavar="R", help="requests a second of an open loop")
+    add(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="requests (or conversations) a second of an open loop",
+    )
     add("--arrivals", default="poisson", metavar="KIND", help=", ".join(arrivals.KINDS))
     add("--burst-size", type=int, default=8, metavar="N", help="requests at once, of burst (8)")
     add("--ramp-to", type=float, metavar="R", help="the rate at the end, of ramp")
@@ -157,6 +162,8 @@ def _options(given: argparse.Namespace) -> Options:
         raise ConfigError("--concurrency: does not go with --rate; a loop is closed or open")
     if given.find_rate and (given.slo is None or given.compare or given.concurrency):
         raise ConfigError("--find-rate: needs --slo, and goes without --compare and --concurrency")
+    if given.find_rate and given.arrivals == "ramp":
+        raise ConfigError("--find-rate: needs arrivals of one rate; a ramp has many")
     target = _target(given)
     return Options(
         target=target,

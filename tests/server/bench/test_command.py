@@ -121,6 +121,10 @@ def test_no_server_is_exit_status_2(capsys, unused_tcp_port):
         (["--concurrency", "2", "--rate", "3"], "--concurrency: does not go with --rate"),
         (["--max-seconds", "0"], "--max-seconds 0: must be above 0"),
         (["--find-rate"], "--find-rate: needs --slo"),
+        (
+            ["--find-rate", "--slo", "ttft=1", "--arrivals", "ramp", "--ramp-to", "2"],
+            "--find-rate: needs arrivals of one rate",
+        ),
         (["--slo", "speed=3"], "--slo 'speed=3': must be of ttft=MS"),
         (["--attainment", "1.5"], "--attainment 1.5: must be"),
         (["--extra", "[1]"], "--extra '[1]': must be a JSON object"),
