@@ -241,7 +241,8 @@ export class Timeline {
     const perColumn = Math.max(1, Math.ceil(1 / each));
     const columns = [];
     for (let at = first; at < last; at += perColumn) {
-      const column = { x: (at - first) * each, width: each * perColumn, faint: true };
+      const x = Math.round((at - first) * each); // whole pixels: what is cut looks faint
+      const column = { x, width: Math.round((at - first + perColumn) * each) - x, faint: true };
       column.tokens = column.rows = column.ms = column.host = column.gap = 0;
       for (const step of this.steps.slice(at, Math.min(at + perColumn, last))) {
         column.tokens = Math.max(column.tokens, step.prefill_tokens);
