@@ -17,6 +17,7 @@ from server.generation.generator import Generation, Generator
 from server.generation.metrics import Metrics
 from server.generation.params import ApiLimits, SamplingDefaults
 from server.generation.watchers import Watchers
+from server.http.arrivals import Arrivals
 from server.http.bodies import Bodies
 from server.http.connections import Connections
 from server.observability.live import LiveView
@@ -89,6 +90,7 @@ class Service:
     spans: Spans | None
     connections: Connections
     bodies: Bodies
+    arrivals: Arrivals
     source: ModelSource
     eos_token_ids: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
@@ -146,6 +148,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         spans=spans,
         connections=connections,
         bodies=bodies,
+        arrivals=Arrivals(),
         source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,
     )

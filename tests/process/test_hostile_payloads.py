@@ -9,6 +9,7 @@ the loop and 100 ms for /health.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -17,6 +18,7 @@ import threading
 import time
 import urllib.parse
 
+import aiohttp
 import pytest
 
 from tests.process.hostile_payloads import PAYLOADS
@@ -174,3 +176,51 @@ def test_nothing_that_a_client_sends_holds_up_the_others(capsys):
             p99_ms = 1e3 * _at(sorted(all_health), 0.99)
             print(f"/health during all of it: p99 {p99_ms:.0f} ms; {others.streams} streams whole")
     assert not worse
+
+
+def schema(number: int) -> dict:
+    fields = {f"field_{number}_{i}": {"type": "string", "maxLength": 20 + i} for i in range(12)}
+    return {"type": "object", "properties": fields, "required": [f"field_{number}_0"]}
+
+
+async def ask(session: aiohttp.ClientSession, url: str, number: int) -> int:
+    body = {"prompt": "x", "max_tokens": 4, "guided_json": schema(number)}
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        await answer.read()
+        return answer.status
+
+
+async def a_thousand_and_one(url: str) -> tuple[list[int], int]:
+    """Statuses of a thousand requests of one address, each with a schema of its own, and how many
+    of them had ended when one of another address had."""
+    elsewhere = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as many,
+        aiohttp.ClientSession(connector=elsewhere) as other,
+    ):
+        tasks = [asyncio.create_task(ask(many, url, number)) for number in range(1000)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert await ask(other, url, 1000) == 200
+        ended = sum(task.done() for task in tasks)
+        return await asyncio.gather(*tasks), ended
+
+
+def test_a_thousand_schemas_at_once_do_not_stand_before_another_client_s_one(capsys):
+    with ServerProcess(command=COMMAND) as server:
+        url = server.url()
+        client = Client(url)
+        names = ("event_loop_cpu_seconds", "event_loop_lag_seconds")
+        before = [histogram(client, one) for one in names]
+        statuses, ended = asyncio.run(a_thousand_and_one(url))
+        cpu_s, lag_s = (
+            largest(old, histogram(client, one)) for old, one in zip(before, names, strict=True)
+        )
+        client.close()
+    with capsys.disabled():
+        print(
+            f"a thousand schemas: loop busy {1e3 * cpu_s:.0f} ms or less, late {1e3 * lag_s:.0f} or"
+            f" less; another client's one came after {ended} of them"
+        )
+    assert statuses == [200] * 1000
+    assert ended < 500
+    assert cpu_s <= 2 * MOST_CPU_S  # a thousand connections are taken in a turn or two
