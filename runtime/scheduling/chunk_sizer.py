@@ -15,13 +15,14 @@ from runtime.scheduling.step_time_model import StepShape, StepTimeModel, TargetR
 if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
     from runtime.scheduling.schedule_batch import ScheduleBatch
+    from runtime.scheduling.step_time_model import Coefficients
 
 SMOOTHING = 0.75
 ALIGN_TOKENS = 64
 NO_STATIC = 1 << 30
 ENOUGH_SEEDS = 5  # steps measured at start are chosen to differ in every term
 PAGE_PARTS = 4  # the smallest timed chunk of a started prompt is this part of a page
-# A timed chunk is at most twice the largest of the last steps': a wrong prediction costs that much.
+# A timed chunk is at most twice the largest of the last steps': a wrong prediction costs no more.
 GROWTH, COMPARED_STEPS = 2, 8
 
 
@@ -151,11 +152,11 @@ class TimedChunkSizer:
         # Where they are of another size, steps without decode rows say little of those with some.
         self._learns_from_all = config.disable_mixed_chunk or self._bound_s > 0
         self._model = StepTimeModel(ENOUGH_SEEDS) if config.measured_steps else StepTimeModel()
-        self._recent: deque[int] = deque(maxlen=COMPARED_STEPS)  # their prefill tokens
+        self._recent: deque[StepShape] = deque(maxlen=COMPARED_STEPS)
         for *terms, seconds in config.measured_steps:
             shape = StepShape(*map(int, terms))
             self._model.observe(shape, seconds)
-            self._recent.append(shape.tokens)
+            self._recent.append(shape)
 
     @property
     def feasible(self) -> bool | None:
@@ -171,13 +172,23 @@ class TimedChunkSizer:
         if fitted is None:
             return ChunkSize(self._first_size, exact=True)
         fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + self._model.margin_s
-        limit = min(self._limit, GROWTH * max(self._recent, default=self._unit))
-        most = _largest_within(target_s - fixed, fitted.square, fitted.token, load.history, limit)
+        most = self._largest(target_s - fixed, fitted, load.history)
         unit = self._unit if most >= self._unit else self._smallest(load.history)
         # Out of reach is out of reach: the smallest pieces would only make it last longer.
         size = most // unit * unit or self._unit
         predicted_s = fixed + _prefill_s(fitted.square, fitted.token, size, load.history)
         return ChunkSize(size, exact=True, predicted_s=predicted_s)
+
+    def _largest(self, seconds: float, fitted: Coefficients, history: int) -> int:
+        """Most tokens that are predicted to take no longer, and at most twice what one of the
+        recent steps had: in number, or by the same prediction, by which few tokens behind a long
+        history are as much as many that begin a prompt."""
+        a, b, recent = fitted.square, fitted.token, self._recent
+        most = max([shape.tokens for shape in recent])
+        most_s = max([a * shape.square + b * shape.tokens for shape in recent])
+        as_much = _largest_within(GROWTH * most_s, a, b, history, self._limit) if most_s else 0
+        limit = min(max(GROWTH * most, as_much), self._limit)
+        return _largest_within(seconds, a, b, history, limit)
 
     def _smallest(self, history: int) -> int:
         """A prompt begins with a page, and may go on with parts of one: beside a few rows of a
@@ -194,7 +205,7 @@ class TimedChunkSizer:
         self._model.observe(shape, seconds)
         if not shape.tokens:
             return
-        self._recent.append(shape.tokens)
+        self._recent.append(shape)
         self._next_first_size(seconds)
         if self._reach is not None:
             smallest_s = self._with_smallest_chunk(batch, shape, seconds)
