@@ -130,9 +130,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
     service = request.app[SERVICE]
     body = await read_body(request, CompletionBody)
-    params = await service.model_format.constrained(
-        body.generation(service.limits), body.rules(), client=request.remote or ""
-    )
+    params = body.generation(service.limits)
     prompts = await encode_prompts(request, body.prompt, add_special_tokens=body.add_special_tokens)
     texts = [""] * len(prompts)
     if body.echo:
@@ -140,6 +138,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
         texts = await beside(
             request, lambda: [p if isinstance(p, str) else decode(p) for p in body.prompt]
         )
+    # Last: between this, which counts the client's grammars, and its start nobody else comes.
+    params = await service.model_format.constrained(
+        params, body.rules(), client=request.remote or ""
+    )
     return await answer(
         request,
         prompts,

@@ -169,11 +169,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     body = await read_body(request, GenerateBody)
     sampling = body.sampling_params or read_value(NativeSampling, {}, service.limits)
-    params = await service.model_format.constrained(
-        body.generation(sampling, service.limits), sampling.rules(), client=request.remote or ""
-    )
+    params = body.generation(sampling, service.limits)
     given, single = body.prompts
     prompts = await encode_prompts(request, given)
+    params = await service.model_format.constrained(
+        params, sampling.rules(), client=request.remote or ""
+    )
     alone = single and params.n == 1
     return await answer(
         request,

@@ -33,12 +33,6 @@ def service(template=TOOLS_TEMPLATE):
         pytest.param("/generate", {"text": IMAGE}, "prompt", id="generate"),
         pytest.param("/tokenize", {"prompt": IMAGE}, "prompt", id="tokenize"),
         pytest.param(
-            "/v1/chat/completions",
-            {"messages": CHAT, "chat_template_kwargs": {"extra": IMAGE}},
-            "messages",
-            id="template-variables",
-        ),
-        pytest.param(
             "/v1/completions", {"prompt": "hi", "bad_words": [IMAGE]}, "bad_words", id="bad-words"
         ),
     ],
@@ -60,6 +54,11 @@ async def test_a_name_of_an_unknown_token_is_refused_and_named(path, body, param
         pytest.param("/v1/responses", {"input": IMAGE}, id="responses"),
         pytest.param("/v1/messages", {"messages": IN_CHAT, "max_tokens": 4}, id="messages"),
         pytest.param("/v1/chat/completions", {"messages": CHAT, "tools": [TOOL]}, id="tools"),
+        pytest.param(
+            "/v1/chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"extra": IMAGE}},
+            id="template-variables",
+        ),
     ],
 )
 async def test_in_a_conversation_the_name_is_plain_text_unless_names_are_tokens(path, body):
