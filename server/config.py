@@ -137,6 +137,11 @@ class ServerConfig:
     slow_reader_timeout: float = option(
         60.0, "seconds that a client may leave its answer unread before it is cut off", above=0
     )
+    sse_keepalive: float = option(
+        5.0,
+        "seconds after which a stream that has nothing to tell says that it is still there; 0: off",
+        at_least=0,
+    )
     request_timeout: float = option(
         0.0, "seconds from arrival to the end of an answer; 0: off", at_least=0
     )

@@ -21,6 +21,7 @@ from server.http.arrivals import Arrivals
 from server.http.bodies import Bodies
 from server.http.connections import Connections
 from server.observability.live import LiveView
+from server.observability.progress import Progress
 from server.observability.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Service:
     limits: ApiLimits
     model_format: ModelFormat
     live: LiveView
+    progress: Progress
     reports: Watchers[RequestReport]
     tracing: Tracing
     spans: Spans | None
@@ -143,6 +145,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         limits=limits,
         model_format=_model_format(config, parts),
         live=LiveView(engine),
+        progress=Progress(engine),
         reports=reports,
         tracing=tracing,
         spans=spans,

@@ -39,7 +39,7 @@ class BlockAnswer(Answer):
         self._begun = False
 
     def events(self, delta: Delta) -> bytes:
-        out = self._beginning()
+        out = self.beginning()
         parts = self.parser.read(delta.text, ended=delta.finish is not None)
         self.note(delta, parts)
         for part in parts:
@@ -55,7 +55,7 @@ class BlockAnswer(Answer):
         return out
 
     def closing(self) -> bytes:
-        return self._beginning() + self.close_block() + self.ending()
+        return self.beginning() + self.close_block() + self.ending()
 
     def add(self, delta: Delta) -> None:
         self.events(delta)
@@ -64,7 +64,8 @@ class BlockAnswer(Answer):
         self.closing()
         return self.so_far()
 
-    def _beginning(self) -> bytes:
+    def beginning(self) -> bytes:
+        """What comes before the first block, where it has not come yet."""
         if self._begun:
             return b""
         self._begun = True

@@ -95,6 +95,7 @@ class ChatBody(LastMessageFields, OpenAIFields):
             best_of=self.n,
             include_usage=self.include_usage,
             include_timings=self.include_timings,
+            include_progress=self.include_progress,
         )
 
 

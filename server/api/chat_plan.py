@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import InvalidRequest
-from server.api.answers import answer
+from server.api.answers import OPENAI, Planned, answer
 from server.api.fields.bodies import Body, refused, served
 from server.api.fields.kinds import Boolean, Checked, Integer, JsonObject
 from server.api.incoming import beside
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from server.api.answers import Answer
+    from server.api.answers import Answer, StreamForm
     from server.api.fields.kinds import Reading
     from server.formats.model_format import AnswerParser
     from server.formats.tools import ToolRequest
@@ -170,6 +170,9 @@ class ChatRequest(Protocol):
     @property
     def request_id(self) -> str | None: ...
 
+    @property
+    def stream(self) -> bool: ...
+
     def conversation(self) -> Conversation: ...
 
     def generation(self, limits: ApiLimits) -> GenerationParams: ...
@@ -185,6 +188,7 @@ async def answer_chat(
     new_answer: Callable[[Generation, Service, Callable[[], AnswerParser]], Answer],
     *,
     prefix: str,
+    form: StreamForm = OPENAI,
 ) -> web.StreamResponse:
     """Goes on with a conversation, and answers; see `answer`.
 
@@ -192,14 +196,17 @@ async def answer_chat(
     Raises: InvalidRequest.
     """
     service = request.app[SERVICE]
-    plan = await plan_chat(request, body)
+
+    async def planned() -> Planned:
+        plan = await plan_chat(request, body)
+        return Planned(
+            [plan.prompt_ids],
+            plan.params,
+            lambda generation: new_answer(generation, service, plan.new_parser),
+        )
+
     return await answer(
-        request,
-        [plan.prompt_ids],
-        plan.params,
-        lambda generation: new_answer(generation, service, plan.new_parser),
-        prefix=prefix,
-        client_id=body.request_id,
+        request, planned, stream=body.stream, form=form, prefix=prefix, client_id=body.request_id
     )
 
 

@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 
 from runtime.errors import InvalidRequest, wrong
-from server.api.answers import OpenAIAnswer, answer, finish_name
+from server.api.answers import OpenAIAnswer, Planned, answer, finish_name
 from server.api.fields.bodies import refused, required, served
 from server.api.fields.generation import OpenAIFields
 from server.api.fields.kinds import MAX_LOGPROBS, MAX_N, Boolean, Integer, Kind, TokenIds
@@ -123,13 +123,25 @@ class CompletionBody(OpenAIFields):
             hide_logprobs=self.logprobs is None,
             include_usage=self.include_usage,
             include_timings=self.include_timings,
+            include_progress=self.include_progress,
         )
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
-    service = request.app[SERVICE]
     body = await read_body(request, CompletionBody)
+    return await answer(
+        request,
+        lambda: _plan(request, body),
+        stream=body.stream,
+        prefix="cmpl",
+        client_id=body.request_id,
+    )
+
+
+async def _plan(request: web.Request, body: CompletionBody) -> Planned:
+    """Tokenizes the prompts, and checks what rules the answer. Raises: InvalidRequest."""
+    service = request.app[SERVICE]
     params = body.generation(service.limits)
     prompts = await encode_prompts(request, body.prompt, add_special_tokens=body.add_special_tokens)
     texts = [""] * len(prompts)
@@ -142,14 +154,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     params = await service.model_format.constrained(
         params, body.rules(), client=request.remote or ""
     )
-    return await answer(
-        request,
-        prompts,
-        params,
-        lambda generation: CompletionAnswer(generation, service, texts),
-        prefix="cmpl",
-        client_id=body.request_id,
-    )
+    return Planned(prompts, params, lambda generation: CompletionAnswer(generation, service, texts))
 
 
 async def encode_prompts(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from runtime.errors import wrong
-from server.api.answers import Answer, answer
+from server.api.answers import Answer, Planned, answer
 from server.api.completions import encode_prompts
 from server.api.fields.bodies import Record, ignored, refused, served
 from server.api.fields.generation import RequestFields, SamplingFields, generation_params
@@ -166,8 +166,19 @@ class GenerateBody(RequestFields):
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """POST /generate."""
-    service = request.app[SERVICE]
     body = await read_body(request, GenerateBody)
+    return await answer(
+        request,
+        lambda: _plan(request, body),
+        stream=body.stream,
+        prefix="gen",
+        client_id=body.request_id,
+    )
+
+
+async def _plan(request: web.Request, body: GenerateBody) -> Planned:
+    """Tokenizes the prompts, and checks what rules the answer. Raises: InvalidRequest."""
+    service = request.app[SERVICE]
     sampling = body.sampling_params or read_value(NativeSampling, {}, service.limits)
     params = body.generation(sampling, service.limits)
     given, single = body.prompts
@@ -176,13 +187,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
         params, sampling.rules(), client=request.remote or ""
     )
     alone = single and params.n == 1
-    return await answer(
-        request,
+    return Planned(
         prompts,
         params,
         lambda generation: GenerateAnswer(generation, service, body.request_id, alone),
-        prefix="gen",
-        client_id=body.request_id,
     )
 
 

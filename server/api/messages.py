@@ -22,7 +22,7 @@ from server.api.fields.kinds import (
     Texts,
 )
 from server.api.incoming import read_body
-from server.api.messages_answer import AnthropicAnswer
+from server.api.messages_answer import ANTHROPIC, AnthropicAnswer
 from server.formats.thinking_budget import ThinkingLimit
 from server.generation.stop_rules import MAX_CHARACTERS
 from server.grammars.output_rules import OutputRule
@@ -350,7 +350,7 @@ def _choice(given: ToolUseChoice | NamedToolUse | None) -> tuple[Any, bool]:
 async def messages(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages."""
     body = await read_body(request, MessageBody)
-    return await answer_chat(request, body, AnthropicAnswer, prefix="msg")
+    return await answer_chat(request, body, AnthropicAnswer, prefix="msg", form=ANTHROPIC)
 
 
 async def count_tokens(request: web.Request) -> web.Response:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from server.api.answers import StreamForm
 from server.api.block_answer import BlockAnswer
 from server.http.sse import event
 from server.text.json_bounds import is_deeper
@@ -45,7 +46,7 @@ class AnthropicAnswer(BlockAnswer):
         return out + _event("message_stop")
 
     def failure(self, error: ErrorAnswer) -> bytes:
-        return event(anthropic_error(error), "error")
+        return _refusal(error)
 
     def so_far(self) -> dict[str, Any]:
         return {
@@ -160,3 +161,10 @@ def anthropic_error(error: ErrorAnswer) -> dict[str, Any]:
     """An error's body as Anthropic's clients read it."""
     kind = _ERROR_TYPES.get(error.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.body["error"]["message"]}}
+
+
+def _refusal(error: ErrorAnswer) -> bytes:
+    return event(anthropic_error(error), "error")
+
+
+ANTHROPIC = StreamForm(refusal=_refusal, keep_alive=_event("ping"))

@@ -12,7 +12,7 @@ from runtime.errors import wrong
 from server.api.chat_messages import ANY_TOOL, CONTENT, NAME
 from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, answer_chat
 from server.api.fields.bodies import Body, Record, Tagged, ignored, refused, required, served
-from server.api.fields.generation import INCLUDE_TIMINGS, GeneratingBody
+from server.api.fields.generation import INCLUDE_PROGRESS, INCLUDE_TIMINGS, GeneratingBody
 from server.api.fields.grammar import (
     SCHEMA,
     ObjectFormat,
@@ -30,7 +30,7 @@ from server.api.fields.kinds import (
     Text,
 )
 from server.api.incoming import read_body
-from server.api.responses_answer import ResponseAnswer
+from server.api.responses_answer import RESPONSES, ResponseAnswer
 from server.formats.thinking_budget import ThinkingLimit
 from server.grammars.output_rules import OutputRule
 
@@ -147,6 +147,7 @@ class ResponseSchema(Body):
 
 class ResponseStreamOptions(Body):
     include_timings = INCLUDE_TIMINGS
+    include_progress = INCLUDE_PROGRESS
     unserved = (
         *ignored("events are not padded", "include_obfuscation"),
         *ignored("the last event tells the usage", "include_usage"),
@@ -262,8 +263,14 @@ class ResponseBody(TemplateFields, GeneratingBody):
     def generation(self, limits: ApiLimits) -> GenerationParams:
         """What it asks of the generation core."""
         params = self.params(limits, self.max_output_tokens)
-        asked = self.stream_options is not None and self.stream_options.include_timings
-        return replace(params, include_timings=asked)
+        options = self.stream_options
+        if options is None:
+            return params
+        return replace(
+            params,
+            include_timings=options.include_timings,
+            include_progress=options.include_progress,
+        )
 
     def thinking_limit(self) -> ThinkingLimit | None:
         own = None if self.reasoning is None else self.reasoning.max_tokens
@@ -310,7 +317,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ResponseBody)
     repeated = {**body.given, "temperature": body.temperature, "top_p": body.top_p}
     return await answer_chat(
-        request, body, partial(ResponseAnswer, request=repeated), prefix="resp"
+        request, body, partial(ResponseAnswer, request=repeated), prefix="resp", form=RESPONSES
     )
 
 

@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from server.api.answers import StreamForm
 from server.api.block_answer import BlockAnswer
 from server.formats.events import Reasoning
 from server.http.sse import event
@@ -75,7 +76,13 @@ class ResponseAnswer(BlockAnswer):
         self._status = "incomplete" if self._incomplete else "completed"
         return self._event(f"response.{self._status}", response=self.so_far())
 
+    def progress(self, told: dict[str, Any]) -> bytes:
+        begun = self.beginning()
+        return begun + self._event("response.in_progress", response=self.so_far(), progress=told)
+
     def failure(self, error: ErrorAnswer) -> bytes:
+        if not self._output and self._open is None:
+            return _refusal(error, self._events)
         self._status = "failed"
         told = error.body["error"]
         failed = {"code": "server_error", "message": told["message"]}
@@ -189,6 +196,17 @@ class ResponseAnswer(BlockAnswer):
             **usage.waited(),
         }
 
+
+def _refusal(error: ErrorAnswer, sequence_number: int = 0) -> bytes:
+    """The event of an error before anything was said. OpenAI's documentation has its parts in the
+    event, their clients read them, and raise them, under "error"."""
+    told = error.body["error"]
+    parts = {name: told[name] for name in ("code", "message", "param")}
+    data = {"type": "error", "sequence_number": sequence_number, **parts, "error": told}
+    return event(data, "error")
+
+
+RESPONSES = StreamForm(refusal=_refusal)
 
 # Nobody has a name for an answer that was aborted; it is incomplete all the same.
 _INCOMPLETE: dict[str, dict[str, str | None]] = {

@@ -132,6 +132,12 @@ class Generation:
                 yield together
             self.reads += 1
 
+    @property
+    def ready(self) -> bool:
+        """No choice waits for its grammar to be compiled, which may turn out to be impossible."""
+        grammars = (request.grammar for request in self._stream.requests)
+        return all(grammar is None or grammar.ready for grammar in grammars)
+
     def usage(self) -> Usage:
         """Tokens so far; complete once the iteration has ended."""
         return Usage(

@@ -79,6 +79,7 @@ class GenerationParams:
         sampling: `seed` None means a seed drawn per choice.
         include_wait_times: the usage says what the request waited for, and how long.
         include_timings: the answer says where its time has gone.
+        include_progress: its stream says how far it is, before its first token.
         echo: the answer begins with the prompt.
         hide_output: max_tokens was 0, so nothing of what is generated shows (echo, for scoring).
         hide_logprobs: sampling.logprobs is set for the server's own sake (best_of).
@@ -94,6 +95,7 @@ class GenerationParams:
     include_usage: bool = False
     include_wait_times: bool = False
     include_timings: bool = False
+    include_progress: bool = False
     n: int = 1
     best_of: int = 1
     stops: StopRules | None = None

@@ -196,7 +196,7 @@ class Sampler:
         self, glance: Glance, now: SchedulerStatistics, figures: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Those that wait in the order of the queue, then those that run."""
-        pace = pace_of(figures, self._mean_output())
+        pace = pace_of(figures, mean_output(self._engine))
         waiting = [
             Waiting(one.input_tokens + one.output_tokens, one.max_new_tokens)
             for one in glance.waiting
@@ -216,11 +216,6 @@ class Sampler:
         ]
         return shown + [_request(one) for one in (*glance.compiling, *glance.admitted)]
 
-    def _mean_output(self) -> float | None:
-        lengths = self._engine.metrics.request_generation_tokens
-        count = sum(lengths.counts)
-        return max(lengths.sum / count, 1.0) if count else None
-
     def _rates(self, seconds: float) -> dict[str, float | None]:
         """Tokens since the last sample; the cache's hit rate since the start."""
         counters = self._engine.scheduler.counters
@@ -231,6 +226,13 @@ class Sampler:
             "output_tokens_s": output / seconds if seconds > 0 else 0.0,
             "hit_rate": counters.cached_tokens / prompts if prompts else None,
         }
+
+
+def mean_output(engine: Engine) -> float | None:
+    """Tokens of an answer on average; None: none has ended yet."""
+    lengths = engine.metrics.request_generation_tokens
+    count = sum(lengths.counts)
+    return max(lengths.sum / count, 1.0) if count else None
 
 
 def step_figures(records: Sequence[StepRecord]) -> list[dict[str, Any]]:

@@ -105,6 +105,8 @@ def events_of(body: bytes, *, complete: bool) -> list[tuple[str, str]]:
     assert not complete or not rest, f"the stream ends within an event: {rest!r}"
     found = []
     for block in whole:
+        if all(line.startswith(":") for line in block.split("\n")):
+            continue  # a comment, which keeps the connection alive
         name, data = "", None
         for line in block.split("\n"):
             if line.startswith("event: "):
@@ -154,6 +156,11 @@ def _choices(form: str, found: list[tuple[str, str]], complete: bool) -> Said:
                 event["object"]
                 == {"chat": "chat.completion.chunk", "completions": "text_completion"}[form]
             )
+            if "progress" in event:
+                assert not said.texts, "it begins after its first token"
+                assert event["choices"] == []
+                _check_progress(event["progress"])
+                continue
             (choice,) = event["choices"]
             index, finish = choice["index"], choice["finish_reason"]
             if form == "chat" and index not in said.texts:
@@ -170,6 +177,13 @@ def _choices(form: str, found: list[tuple[str, str]], complete: bool) -> Said:
     return said
 
 
+def _check_progress(told: dict[str, Any]) -> None:
+    assert 0 <= told["prefilled_tokens"] <= told["prompt_tokens"]
+    assert told["queue_position"] is None or told["queue_position"] >= 0
+    expected = told["expected_first_token_s"]
+    assert expected is None or expected >= 0
+
+
 _ENDS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "pause_turn": "abort"}
 
 
@@ -182,6 +196,8 @@ def _messages(form: str, found: list[tuple[str, str]], complete: bool) -> Said:
         assert event["type"] == name
         assert state != "over", f"{name} after the end"
         match name:
+            case "ping":
+                pass
             case "error":
                 said.error = event["error"]["message"]
                 state = "over"
@@ -217,14 +233,17 @@ def _responses(form: str, found: list[tuple[str, str]], complete: bool) -> Said:
     over = False
     for number, (name, data) in enumerate(found):
         event = json.loads(data)
-        if "error" in event and "type" not in event:
-            said.error, over = event["error"]["message"], True
-            continue
         assert not over
         assert event["type"] == name
         assert event["sequence_number"] == number
-        assert (number == 0) == (name == "response.created") or name == "response.failed"
-        if name == "response.output_text.delta":
+        assert (number == 0) == (name == "response.created") or name == "error"
+        if name == "error":
+            assert not text
+            said.error, over = event["message"], True
+        elif name == "response.in_progress" and "progress" in event:
+            assert not text, "it begins after its first token"
+            _check_progress(event["progress"])
+        elif name == "response.output_text.delta":
             text += event["delta"]
         elif name == "response.output_text.done":
             assert event["text"] == text

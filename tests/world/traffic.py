@@ -121,6 +121,8 @@ class Author:
             "request_id": asked.rid,
             "priority": rng.choice((0, 0, 0, 5, 20)),
         }
+        if asked.stream and form in ("chat", "completions", "responses") and rng.random() < 0.3:
+            body["stream_options"] = {"include_progress": True}
         sampling: dict[str, Any] = {"temperature": 0, MOST[form]: most}
         if form in ("chat", "completions", "generate") and rng.random() < 0.25:
             asked.n = rng.choice((2, 3))

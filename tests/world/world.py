@@ -329,6 +329,7 @@ def _settings(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         "body_timeout": 3.0,
         "slow_reader_timeout": 2.0,
         "drain_timeout": rng.choice((0.0, 0.2, 5.0)),
+        "sse_keepalive": rng.choice((0.0, 0.02, 5.0)),
     }
     if rng.random() < 0.1:
         server["request_timeout"] = 1.0

@@ -243,9 +243,18 @@ INCLUDE_TIMINGS = served(
 )
 
 
+INCLUDE_PROGRESS = served(
+    Boolean(),
+    "until the first token, events tell the place in the queue, the tokens of the prompt that are"
+    " computed, and when the token is expected, at once and in place of keep-alives",
+    default=False,
+)
+
+
 class StreamOptions(Body):
     include_usage = served(Boolean(), "a last event tells the usage", default=False)
     include_timings = INCLUDE_TIMINGS
+    include_progress = INCLUDE_PROGRESS
     unserved = (
         *refused("usage is told at the end", "continuous_usage_stats"),
         *ignored("events are not padded", "include_obfuscation"),
@@ -262,6 +271,10 @@ class OpenAIFields(GeneratingBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def include_progress(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_progress
 
     @property
     def include_timings(self) -> bool:

@@ -55,23 +55,47 @@ def slow_server(**scheduler):
     return fake_server(runner=runner, scheduler={**FULL, **scheduler})
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", BODIES)
-async def test_who_makes_room_is_told_to_come_back(path, streamed):
+async def displaced(path, streamed):
+    """What one that waits, and has to make room, is told: status, headers, body."""
     async with slow_server(max_queued_requests=1) as server:
         found, running = await crowd(server)
         low = await found.post(path, {**BODIES[path], "stream": streamed}, waiting=1)
         high = {"prompt": "high", "max_tokens": 1, "priority": 5}
         newcomer = await found.post("/v1/completions", high, waiting=1)
-        status, headers, text = await low
-        assert status == 503
-        assert int(headers["Retry-After"]) >= 1
-        error = json.loads(text)["error"]
-        assert error["type"] == "overloaded_error"
-        assert "one of higher priority needed the place" in error["message"]
+        told = await low
+        assert server.service.metrics.rejected == {"503": 1}
         await server.post("/abort_request", {"abort_all": True})
         await asyncio.gather(running, newcomer)
         await server.wait_idle()
+    return told
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_makes_room_is_told_to_come_back(path):
+    status, headers, text = await displaced(path, streamed=False)
+    assert status == 503
+    assert int(headers["Retry-After"]) >= 1
+    error = json.loads(text)["error"]
+    assert error["type"] == "overloaded_error"
+    assert "one of higher priority needed the place" in error["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_stream_that_waits_gets_it_as_its_protocol_s_error_event(path):
+    status, headers, text = await displaced(path, streamed=True)
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/event-stream")
+    *names, data = text.removesuffix("\n\n").split("\n")
+    assert names == (["event: error"] if path in ("/v1/responses", "/v1/messages") else [])
+    told = json.loads(data.removeprefix("data: "))
+    assert told["error"]["type"] == "overloaded_error"
+    assert "one of higher priority needed the place" in told["error"]["message"]
+    if path == "/v1/messages":
+        assert told["type"] == "error"
+        return  # Anthropic's errors have a type and no code
+    assert told["error"]["code"] == "overloaded"
+    if path == "/v1/responses":
+        assert (told["type"], told["code"]) == ("error", "overloaded")
 
 
 async def test_a_stream_that_has_begun_gets_it_as_an_event():

@@ -15,6 +15,7 @@ from runtime.errors import EngineDead
 from server.generation.output import ChoiceRules
 from server.grammars import compiler as compiler_module
 from server.grammars import sources
+from server.http import heartbeat
 from tests.fakes import fake_server, live
 
 BOTH_LOOPS = pytest.mark.parametrize("disable_overlap", [False, True], ids=["overlap", "no-overlap"])  # fmt: skip
@@ -144,7 +145,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_schema_that_does_not_compile_is_a_400_before_the_first_byte(path, streamed):
+async def test_a_schema_that_soon_does_not_compile_is_a_400(path, streamed, monkeypatch):
+    monkeypatch.setattr(heartbeat, "OPEN_AFTER_S", 20.0)  # soon is a matter of the machine
     async with fake_server() as server:
         good = asyncio.create_task(post(server, {"max_tokens": 40}))
         status, body = await server.post(path, {**BODIES[path], "stream": streamed})
@@ -153,6 +155,21 @@ async def test_a_schema_that_does_not_compile_is_a_400_before_the_first_byte(pat
         assert body["error"]["param"].endswith(("guided_json", "schema"))
         assert "unsatisfiable" in body["error"]["message"].lower()
         assert (await good)[0] == 200
+        await server.wait_idle()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_schema_whose_compilation_takes_long_fails_in_the_stream(gate, path):
+    """Its headers are there before it is compiled, and the error is what a whole answer's is."""
+    async with fake_server() as server:
+        body = {**BODIES[path], "stream": True}
+        async with server.client.post(server.url + path, json=body) as answer:
+            assert answer.status == 200
+            gate.open()
+            text = await answer.text()
+        status, whole = await server.post(path, BODIES[path])
+        assert status == 400
+        assert json.loads(text.removeprefix("data: ")) == whole
         await server.wait_idle()
 
 
