@@ -1,9 +1,10 @@
 """What every test keeps to, read from the sources of the tests.
 
 A test says what must be true: it asserts, expects an error, or calls something whose name says that
-it checks (`check...`, `assert...`). A helper of that name under tests/ must do so itself. No test waits by the clock: what sleeps is slow where it passes
-and wrong where the machine is busy. It waits for what it needs to see; where nothing tells of that,
-it looks again and again. A test that is skipped says why.
+it checks (`check...`, `assert...`). A helper of that name under tests/ must do so itself. No test
+waits by the clock: what sleeps is slow where it passes and wrong where the machine is busy. It waits
+for what it needs to see; where nothing tells of that, it looks again and again. A test that is
+skipped says why.
 """
 
 from __future__ import annotations

@@ -42,10 +42,12 @@ class ChunkLoad(NamedTuple):
 
 
 class ChunkSize(NamedTuple):
-    """Args:
-    tokens: None: prompts are not cut.
-    exact: prefill tokens alone; the decode rows are not subtracted again.
-    predicted_s: what a step of that size is taken to last, margin included; None: not timed.
+    """What a step may compute of prompts.
+
+    Args:
+        tokens: at most so many; None: prompts are not cut.
+        exact: prefill tokens alone; the decode rows are not subtracted again.
+        predicted_s: what a step of that size is taken to last, margin included; None: not timed.
     """
 
     tokens: int | None
@@ -54,12 +56,17 @@ class ChunkSize(NamedTuple):
 
 
 class ChunkSizer(Protocol):
-    """Chooses chunk sizes, and learns from steps alone; `feasible` is for observation."""
+    """Chooses chunk sizes, and learns from steps alone."""
 
     @property
-    def feasible(self) -> bool | None: ...
-    def choose(self, load: ChunkLoad) -> ChunkSize: ...
-    def observe(self, batch: ScheduleBatch, seconds: float) -> None: ...
+    def feasible(self) -> bool | None:
+        """Whether a target is held; None without one. Only told, nothing is decided by it."""
+
+    def choose(self, load: ChunkLoad) -> ChunkSize:
+        """The size for the step that is being planned."""
+
+    def observe(self, batch: ScheduleBatch, seconds: float) -> None:
+        """A step has taken so long on the device."""
 
 
 def make_chunk_sizer(config: SchedulerConfig) -> ChunkSizer:

@@ -48,6 +48,7 @@ class Observation:
     waited_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def launched(self, batch: ScheduleBatch) -> None:
+        """A step was launched: one more entry in every column."""
         step = len(self.blocked)
         now = self.scheduler.statistics()
         self.blocked.append(now.reason)
@@ -61,4 +62,5 @@ class Observation:
             self.prefills.setdefault(batch.requests[i].request_id, []).append(part)
 
     def ended(self, request: Request) -> None:
+        """A request is over: what it waited for will not change any more."""
         self.waited_s[request.request_id] = self.scheduler.waited_seconds(request)

@@ -32,6 +32,7 @@ class Watchers(Generic[T]):
         return lambda: self._unwatch(watcher)
 
     def tell(self, item: T) -> None:
+        """Calls every watcher that there is when it is called; never raises."""
         for watcher in tuple(self._watchers):
             try:
                 watcher(item)
