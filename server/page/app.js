@@ -2,11 +2,12 @@
 
 import { ask } from "/page/api.js";
 import { Chat } from "/page/chat.js";
+import { byId } from "/page/dom.js";
 import { LiveView } from "/page/live.js";
 
 const chat = new Chat();
 const live = new LiveView();
-const tabs = { chat: document.getElementById("show-chat"), live: document.getElementById("show-live") };
+const tabs = { chat: byId("show-chat"), live: byId("show-live") };
 
 // On a wide screen both are shown, whatever is chosen here.
 function choose(name) {
@@ -23,9 +24,9 @@ choose(location.hash === "#live" ? "live" : "chat");
 
 try {
   const info = await (await ask("/server_info")).json();
-  document.getElementById("model").textContent = info.model;
-  document.getElementById("version").textContent = info.version;
+  byId("model").textContent = info.model;
+  byId("version").textContent = info.version;
   chat.heed(info);
 } catch (error) {
-  document.getElementById("model").textContent = error.message;
+  byId("model").textContent = error.message;
 }

@@ -2,6 +2,7 @@
 
 import { Answer, spoken } from "/page/answer.js";
 import { ServerError, ask, events } from "/page/api.js";
+import { byId } from "/page/dom.js";
 import { explainTokens } from "/page/tokens.js";
 
 const MOST_TOP = 5; // alternatives shown for a token
@@ -162,8 +163,4 @@ function parsedTools(text) {
   }
   const list = Array.isArray(tools) ? tools : [tools];
   return list.map((one) => (one.type === "function" ? one : { type: "function", function: one }));
-}
-
-function byId(id) {
-  return document.getElementById(id);
 }

@@ -1,5 +1,9 @@
 // Elements, without markup: what a model or a client wrote is always the text of a node.
 
+export function byId(id) {
+  return document.getElementById(id);
+}
+
 // make("button", { className, type, onclick, ... }, ...children); strings become text nodes.
 export function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);

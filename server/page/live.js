@@ -1,7 +1,7 @@
 // The live view: what /debug/live tells, drawn. Nothing is asked for while nobody can see it.
 
 import { ask, events } from "/page/api.js";
-import { duration, figure, make } from "/page/dom.js";
+import { byId, duration, figure, make } from "/page/dom.js";
 import { Sparkline } from "/page/sparkline.js";
 import { Table } from "/page/table.js";
 import { Timeline } from "/page/timeline.js";
@@ -62,8 +62,8 @@ export class LiveView {
   constructor() {
     this._steps = [];
     this._reading = null;
-    this.timeline = new Timeline(byId("timeline"), { label: "The last steps of the server" });
-    this.timeline.show([]);
+    this._timeline = new Timeline(byId("timeline"), { label: "The last steps of the server" });
+    this._timeline.show([]);
     this._requests = new Table(byId("requests"), COLUMNS, (one) => one.request_id);
     const latency = (value, top) => `${duration(value / 1000)} (top ${duration(top / 1000)})`;
     this._ttft = new Sparkline(byId("ttft"), "Time to first token", latency);
@@ -105,7 +105,7 @@ export class LiveView {
 
   _show(sample) {
     this._addSteps(sample);
-    this.timeline.show(this._steps);
+    this._timeline.show(this._steps);
     this._requests.show(sample.requests);
     byId("requests-none").hidden = sample.requests.length > 0;
     this._showQueue(sample);
@@ -193,8 +193,4 @@ function pause(milliseconds, signal) {
       resolve();
     });
   });
-}
-
-function byId(id) {
-  return document.getElementById(id);
 }

@@ -313,7 +313,7 @@ export class Timeline {
 }
 
 // The figures of a step in one line of text.
-export function figures(step) {
+function figures(step) {
   const parts = [`Step ${step.step}: ${kind(step)}`];
   if (step.failed) parts[0] += ", failed";
   if (step.prefill_tokens) {
@@ -328,7 +328,7 @@ export function figures(step) {
 }
 
 // "mixed" where prompts and decode rows share a step, else "prefill" or "decode".
-export function kind(step) {
+function kind(step) {
   if (!step.prefill_tokens) return "decode";
   return step.decode_rows ? "mixed" : "prefill";
 }

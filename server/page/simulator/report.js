@@ -71,7 +71,6 @@ export class Report {
       );
       const timeline = new Timeline(band, { label: `Steps of ${run.name}` });
       timeline.show(steps[at], { scales });
-      timeline.drawn = steps[at];
       return timeline;
     });
     this._scales = scales;
@@ -84,7 +83,7 @@ export class Report {
       const { start_s: starts } = run.steps;
       const lived = (step) => starts[step.step] >= request.arrival_s && starts[step.step] <= until;
       const timeline = this._timelines[at];
-      timeline.show(timeline.drawn, { scales: this._scales, marked: request ? lived : null });
+      timeline.show(timeline.steps, { scales: this._scales, marked: request ? lived : null });
     });
     this._drawRequest();
     this._request.scrollIntoView({ block: "nearest" });

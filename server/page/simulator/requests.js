@@ -24,7 +24,7 @@ export class RequestsTable {
     this._draw();
   }
 
-  choose(id) {
+  _choose(id) {
     this.chosen = id;
     this._draw();
     this._onChoose(id);
@@ -71,7 +71,7 @@ export class RequestsTable {
     const any = known.find(Boolean);
     const button = element(
       "button",
-      { type: "button", "aria-pressed": String(id === this.chosen), click: () => this.choose(id) },
+      { type: "button", "aria-pressed": String(id === this.chosen), click: () => this._choose(id) },
       id,
     );
     const row = element("tr", {}, element("th", { scope: "row" }, button));

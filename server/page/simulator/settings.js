@@ -71,7 +71,7 @@ export class Setting {
       input = element("input", { type: "number", min, max, step: "any", value });
     }
     // An emptied field is the load's own value.
-    this._read.set(option, () => (input.value === String(value) ? String(value) : input.value || String(value)));
+    this._read.set(option, () => (input.value || String(value)));
     return element("label", { title: help }, `${label} `, input);
   }
 

@@ -204,20 +204,19 @@ async function run() {
   if (mine === wanted) report.show(reports);
 }
 
+// The report of a run under this setting, made before or now; null where it was stopped.
 async function reportOf(setting) {
   const { options } = setting;
   const key = JSON.stringify(options);
-  if (!runs.has(key)) {
-    by("progress").hidden = false;
-    tell({ steps: 0, ended: 0, simulated_s: 0 }, setting, 1);
-    current = python.run({ options }, (told) => tell(told, setting, told.requests));
-    const found = await current.done;
-    if (!found) return null;
-    runs.set(key, found);
-    if (runs.size > KEPT_RUNS) runs.delete(runs.keys().next().value);
-    return found;
-  }
-  return runs.get(key);
+  if (runs.has(key)) return runs.get(key);
+  by("progress").hidden = false;
+  tell({ steps: 0, ended: 0, simulated_s: 0 }, setting, 1);
+  current = python.run({ options }, (told) => tell(told, setting, told.requests));
+  const found = await current.done;
+  if (!found) return null;
+  runs.set(key, found);
+  if (runs.size > KEPT_RUNS) runs.delete(runs.keys().next().value);
+  return found;
 }
 
 function tell({ steps, ended, simulated_s: seconds }, setting, requests) {

@@ -3,7 +3,7 @@
 import { duration, element, number, shape } from "/page/simulator/elements.js";
 
 // What the scheduler's terms mean (runtime/scheduling/accounting.py).
-export const MEANINGS = {
+const MEANINGS = {
   next_pass: "it came while a step was being planned; the next pass looks at it",
   rows: "as many requests run as may run at once",
   kv_total: "the pool could not hold what all admitted ones may still need",
@@ -57,8 +57,8 @@ function life(run, request) {
   ];
   if (request.prefills.length) {
     const waited = steps.start_s[request.prefills[0][0]] - request.arrival_s;
-    const prompts = request.prefills.length;
-    words.push(`computed after ${duration(waited)}${prompts > 1 ? `, in ${prompts} parts` : ""}`);
+    const parts = request.prefills.length;
+    words.push(`computed after ${duration(waited)}${parts > 1 ? `, in ${parts} parts` : ""}`);
   }
   if (request.ttft_s !== null) words.push(`first token after ${duration(request.ttft_s)}`);
   if (request.gap_end_s !== null) {
