@@ -3,13 +3,21 @@ whatever field holds them, and nobody else notices."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import tokenizers
 from tokenizers import models
 
 from runtime.errors import InvalidRequest
 from server.text.tokenizer import Tokenizer
-from tests.fakes import VOCAB_SIZE, byte_tokenizer, fake_runner, fake_server, make_fake_service
+from tests.fakes import (
+    VOCAB_SIZE,
+    byte_tokenizer,
+    fake_runner,
+    fake_server,
+    make_fake_service,
+)
 
 IMAGE = "<image_soft_token>"
 CHAT = [{"role": "user", "content": "hello"}]
@@ -39,12 +47,16 @@ def service(template=TOOLS_TEMPLATE):
 )
 async def test_a_name_of_an_unknown_token_is_refused_and_named(path, body, param):
     async with fake_server(service()) as server:
+        expected = await server.complete(max_tokens=300)
+        other = asyncio.create_task(server.complete(max_tokens=300))
+        await asyncio.sleep(0)
         status, answer = await server.post(path, {"model": "fake", **body})
         assert status == 400, answer
         error = answer["error"]
         assert f"{param}: holds '{IMAGE}', token {VOCAB_SIZE} of the tokenizer" in error["message"]
         assert f"end at {VOCAB_SIZE - 1}" in error["message"]
-        await server.complete(max_tokens=2)  # and others are served
+        # Who is being answered meanwhile is answered alike.
+        assert (await other)["choices"] == expected["choices"]
 
 
 @pytest.mark.parametrize(
