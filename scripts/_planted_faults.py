@@ -29,6 +29,7 @@ AREAS = {
         f"{TESTS}/test_prefill_adder.py",
         f"{TESTS}/test_step_failures.py",
         f"{TESTS}/test_preemption.py",
+        f"{TESTS}/test_prefill_delayer.py",
         f"{TESTS}/test_prefill_share.py",
         f"{TESTS}/test_queue_order.py",
         f"{TESTS}/test_wait_reasons.py",
