@@ -49,7 +49,7 @@ async def measure(options: Options) -> Measured:
     """
     if options.other is not None:
         return await _compared(options, options.other)
-    if options.find_rate:
+    if options.rate_trials:
         return await _searched(options)
     run = await _run(options, options.target, options.load)
     summary = _told(options, "", run)
@@ -111,7 +111,7 @@ async def _searched(options: Options) -> Measured:
         share = _told(options, f"{rate:.3f} requests/s", run)["slo_attainment"]
         return share is not None and share >= options.attainment
 
-    search = await highest_rate(keeps, arrivals.rate, options.find_rate)
+    search = await highest_rate(keeps, arrivals.rate, options.rate_trials)
     print(rate_found(search))
     bounds = (("kept", search.highest), ("missed", search.lowest_missed))
     runs = [(f"{name}, {rate:.3f}/s", tried[rate]) for name, rate in bounds if rate is not None]

@@ -44,7 +44,7 @@ class Options:
     Args:
         other: a second server, to be compared with the first.
         pairs: of runs, for that.
-        find_rate: look for the highest rate that keeps the SLO, in so many trials; 0: do not.
+        rate_trials: of the search for the highest rate that keeps the SLO; 0: none is looked for.
         attainment: share of the requests that must keep it.
         json: "-" for the last line of the output, or a file.
         output: a file of JSON lines, one for each request.
@@ -55,7 +55,7 @@ class Options:
     slo: Slo | None
     other: Target | None
     pairs: int
-    find_rate: int
+    rate_trials: int
     attainment: float
     json: str | None
     output: Path | None
@@ -171,7 +171,7 @@ def _options(given: argparse.Namespace) -> Options:
         slo=None if given.slo is None else Slo.parse(given.slo),
         other=None if given.compare is None else _target(given, given.compare),
         pairs=given.pairs,
-        find_rate=given.trials if given.find_rate else 0,
+        rate_trials=given.trials if given.find_rate else 0,
         attainment=given.attainment,
         json=given.json,
         output=given.output,
