@@ -8,15 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from server.observability.forecast import Waiting, expected_starts
+from server.observability.forecast import Pace, Waiting, expected_starts
 from server.observability.live import PACE_STEPS, mean_output, pace_of, step_figures
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
     from runtime.request import Request
     from runtime.scheduling.glance import Glance
     from server.generation.engine import Engine
     from server.generation.generator import Generation
-    from server.observability.forecast import Pace
 
 MOST_REQUESTS = 256  # of the queue that are looked at, and of those that run
 KEPT_S = 0.25  # all who ask within so long are told of the same moment
@@ -82,7 +84,8 @@ class Progress:
         glance = engine.scheduler.glance(MOST_REQUESTS, 0)
         moment = _Moment({one.request_id: place for place, one in enumerate(glance.waiting, 1)})
         figures = step_figures(engine.records.last(PACE_STEPS + 1))
-        pace = pace_of(figures, mean_output(engine))
+        output_tokens = mean_output(engine)
+        pace = pace_of(figures, output_tokens) or _pace_of_prompts(figures, output_tokens)
         if pace is not None:
             moment.expected = self._expected(glance, pace)
         return moment
@@ -108,3 +111,14 @@ class Progress:
         for one, prompt, start in zip(glance.waiting, waiting, starts, strict=True):
             found[one.request_id] = start + prompt.prompt_tokens / pace.prompt_tokens_s
         return found
+
+
+def _pace_of_prompts(figures: Sequence[dict[str, Any]], output_tokens: float | None) -> Pace | None:
+    """The pace of steps in which nobody decodes, as a long prompt's may be: answers are taken to
+    get a token in each. None: they computed no prompt."""
+    steps = [one for one in figures if one["prefill_tokens"]]
+    seconds = sum(one["step_ms"] + one["gap_ms"] for one in steps) / 1e3
+    if not steps or seconds <= 0:
+        return None
+    tokens = sum(one["prefill_tokens"] for one in steps)
+    return Pace(tokens / seconds, seconds / len(steps), output_tokens)

@@ -29,15 +29,17 @@ PROGRESS = {"stream": True, "stream_options": {"include_progress": True}}
 
 
 class HeldRunner(SimRunner):
-    """Gives no step's output before it is let go."""
+    """Gives no step's output before it is let go, but of the first `free` steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, free: int = 0) -> None:
         self.go = threading.Event()
+        self.free = free
         super().__init__(lambda _, index: 65 if index < 3 else IM_END, vocab_size=258,
                          step_seconds=lambda batch: 0.0)  # fmt: skip
 
     def run(self, batch, masks):
-        assert self.go.wait(30)
+        self.free -= 1
+        assert self.free >= 0 or self.go.wait(30)
         return super().run(batch, masks)
 
 
@@ -212,6 +214,23 @@ async def test_the_first_token_is_expected_where_the_pace_is_known():
         progress = json.loads(first)["progress"]
         assert progress["prompt_tokens"] == len("hello")
         assert progress["expected_first_token_s"] > 0
+        await server.wait_idle()
+
+
+async def test_the_first_token_is_expected_while_nobody_decodes():
+    """Five chunks of 64 tokens are done, and the sixth takes its time."""
+    runner = HeldRunner(free=5)
+    async with asyncio.timeout(20), fake_server(runner=runner, sse_keepalive=0.01) as server:
+        body = {**BODIES["/v1/completions"], **PROGRESS, "prompt": "x" * 1000}
+        async with server.client.post(server.url + "/v1/completions", json=body) as answer:
+            expected = None
+            while expected is None:
+                (told,) = data_of((await answer.content.readuntil(b"\n\n")).decode())
+                expected = told["progress"]["expected_first_token_s"]
+            assert 0 < told["progress"]["prefilled_tokens"] < 1000
+            assert expected >= 0
+            runner.go.set()
+            await answer.read()
         await server.wait_idle()
 
 
