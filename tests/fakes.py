@@ -102,11 +102,12 @@ class FakeServer:
         return body
 
     async def events(self, path: str, body: Any) -> list[str]:
-        """The data of every event of a stream, in order."""
+        """The data of every event of a stream, in order, without what keeps it alive."""
         async with self.client.post(self.url + path, json={**body, "stream": True}) as answer:
             assert answer.status == 200, await answer.text()
             raw = (await answer.read()).decode()
-        return [line.removeprefix("data: ") for line in raw.split("\n\n") if line]
+        told = [line for line in raw.split("\n\n") if line and not line.startswith(":")]
+        return [line.removeprefix("data: ") for line in told]
 
     async def wait_idle(self) -> None:
         """Returns when nothing is alive and nothing in flight; the books must then be right."""
