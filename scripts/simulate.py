@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, replace
@@ -60,6 +61,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_outputs(args)
     trace = read_trace(args.live) if args.live else None
     live = read_live_run(trace) if trace else None
     where = choose_machine(args, trace, live)
@@ -78,6 +80,8 @@ def run(args: argparse.Namespace) -> None:
         took_s = time.perf_counter() - start_s
         print(f"{name}: {run.simulator.steps} steps in {took_s:.1f} s", file=sys.stderr)
     results = {name: run.simulator.result() for name, run in runs.items()}
+    if not any(request.tokens for result in results.values() for request in result.requests):
+        raise ConfigError(f"no request got a token: {why_none(results)}")
     summaries = {name: summarize(result) for name, result in results.items()}
     print(summary_table(summaries))
     if args.json:
@@ -90,6 +94,22 @@ def run(args: argparse.Namespace) -> None:
         reports = [run.report(name) for name, run in runs.items()]
         write_report(args.html, "simulated runs", [load_in_words(args, arrivals)], reports)
         print(f"wrote {args.html}", file=sys.stderr)
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Before the runs, not after them. Raises: ConfigError."""
+    for name in ("json", "differences", "plot", "html"):
+        path: Path | None = getattr(args, name)
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise ConfigError(f"--{name} {path}: cannot be written")
+
+
+def why_none(results: dict[str, SimulationResult]) -> str:
+    """What the first one that was refused, or ended with a word, was told."""
+    told = [reason for result in results.values() for reason in result.refused.values()]
+    ends = [request.finish for result in results.values() for request in result.requests]
+    told += [end.message for end in ends if end and end.message]
+    return told[0] if told else "all ended before"
 
 
 def choose_machine(args: argparse.Namespace, trace: Trace | None, live: LiveRun | None) -> Machine:

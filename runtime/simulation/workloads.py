@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from array import array
 from dataclasses import dataclass, field
@@ -129,10 +130,15 @@ class Workload:
         for name in ("requests", "burst"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
-        if self.rate < 0:
+        if not 0 <= self.rate < math.inf:
             raise ConfigError(f"rate {self.rate}: must be positive, or 0 for all at once")
-        if self.max_new_factor < 1:
+        if not 1 <= self.max_new_factor < math.inf:
             raise ConfigError(f"max_new_factor {self.max_new_factor}: must be at least 1")
+        if not 0 <= self.cold_share <= 1:
+            raise ConfigError(f"cold_share {self.cold_share}: must be from 0 to 1")
+        for name in ("prefix_groups", "prefix_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} {getattr(self, name)}: must be at least 0")
 
 
 def read_length_trace(path: Path, *, seed: int = 0) -> list[Arrival]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import orjson
 
+from runtime.errors import ConfigError
 from server.bench.answer import Answer
 from server.bench.target import StreamError, take_event
 
@@ -32,15 +34,31 @@ def open_session(target: Target) -> aiohttp.ClientSession:
 async def first_model(session: aiohttp.ClientSession, target: Target) -> str:
     """The id of the first model the server lists.
 
-    Raises: aiohttp.ClientError: there is no such server, or it lists none.
+    Raises: ConfigError: there is no such server, or it lists none.
     """
-    async with session.get(target.url("/v1/models")) as response:
-        response.raise_for_status()
-        listed: Any = await response.json(content_type=None)
+    url = target.url("/v1/models")
     try:
-        return str(listed["data"][0]["id"])
-    except (KeyError, IndexError, TypeError):
-        raise aiohttp.ClientPayloadError(f"{target.url('/v1/models')}: lists no model") from None
+        async with session.get(url) as response:
+            status, text = response.status, await response.text()
+    except aiohttp.ClientConnectorError as error:
+        why = os.strerror(error.errno) if error.errno else error.strerror
+        raise ConfigError(f"{target.base_url}: no server answers ({why})") from None
+    if status != 200:
+        hint = "; see --api-key" if status in (401, 403) else ""
+        raise ConfigError(f"{url}: {status}: {_error_told(text)}{hint}")
+    try:
+        return str(orjson.loads(text)["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ConfigError(f"{url}: lists no model") from None
+
+
+def _error_told(text: str) -> str:
+    """What the body of an error says, in a few words."""
+    try:
+        told = orjson.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        told = text
+    return " ".join(str(told).split())[:SHOWN_CHARACTERS]
 
 
 async def ask(

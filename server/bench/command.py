@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], prog: str = "loomserve bench") -> int:
-    """Returns the exit status: 0, 1 where a request failed, 2 where nothing could be measured."""
+    """Returns the exit status: 0, 1 where a request failed, 2 where none could be sent."""
     options = parse(argv, prog)
     try:
         measured = uvloop.run(measure(options))
@@ -39,7 +39,11 @@ def main(argv: Sequence[str], prog: str = "loomserve bench") -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    return 1 if any(answer.error for _, run in measured.runs for answer in run.answers) else 0
+    answers = [answer for _, run in measured.runs for answer in run.answers]
+    if not answers:
+        print(f"{prog}: nothing was asked within the time", file=sys.stderr)
+        return 2
+    return 1 if any(answer.error for answer in answers) else 0
 
 
 async def measure(options: Options) -> Measured:

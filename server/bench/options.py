@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from runtime.errors import ConfigError
 from server.bench import arrivals, workloads
@@ -33,7 +35,7 @@ Loads an OpenAI-compatible server and shows what its clients would see.
 A closed loop (--concurrency N) has N clients that each ask again as soon as they are answered. In
 an open one (--rate R) requests arrive at R a second, whatever the server does. A run ends after
 --requests requests or --max-seconds seconds. The exit status is 1 where a request failed, 2 where
-nothing could be measured.
+none could be sent.
 """
 
 
@@ -72,8 +74,15 @@ def parse(argv: Sequence[str], prog: str = "loomserve bench") -> Options:
         parser.error(str(error))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells of a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help lists all options\n")
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -136,7 +145,7 @@ def _add_timing(add: Any) -> None:
 def _add_results(add: Any) -> None:
     add("--slo", metavar="M=MS,...", help="bounds on ttft, tpot, itl (largest gap) or e2e, in ms")
     add("--compare", metavar="URL", help="a second server, loaded in turn with the first")
-    add("--pairs", type=int, default=3, metavar="N", help="of runs, with --compare (3)")
+    add("--pairs", type=int, metavar="N", help="of runs, with --compare (3)")
     add("--find-rate", action="store_true", help="look for the highest rate that keeps the SLO")
     add("--trials", type=int, default=10, metavar="N", help="runs of that search at most (10)")
     add(
@@ -164,13 +173,19 @@ def _options(given: argparse.Namespace) -> Options:
         raise ConfigError("--find-rate: needs --slo, and goes without --compare and --concurrency")
     if given.find_rate and given.arrivals == "ramp":
         raise ConfigError("--find-rate: needs arrivals of one rate; a ramp has many")
+    if given.pairs is not None and not given.compare:
+        raise ConfigError("--pairs: goes with --compare")
+    if given.file is not None and not os.access(given.file, os.R_OK):
+        raise ConfigError(f"--file {given.file}: cannot be read")
+    for name in ("output", "html", "json"):
+        _check_writable(name, getattr(given, name))
     target = _target(given)
     return Options(
         target=target,
         load=_load(given),
         slo=None if given.slo is None else Slo.parse(given.slo),
         other=None if given.compare is None else _target(given, given.compare),
-        pairs=given.pairs,
+        pairs=given.pairs or 3,
         rate_trials=given.trials if given.find_rate else 0,
         attainment=given.attainment,
         json=given.json,
@@ -179,15 +194,31 @@ def _options(given: argparse.Namespace) -> Options:
     )
 
 
+def _check_writable(option: str, path: Path | str | None) -> None:
+    """Before the run, not after it. Raises: ConfigError."""
+    if path is None or path == "-":
+        return
+    folder = Path(path).parent
+    if not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise ConfigError(f"--{option} {path}: cannot be written")
+
+
 def _target(given: argparse.Namespace, url: str | None = None) -> Target:
     extra: dict[str, Any] = {"temperature": given.temperature}
     if given.extra is not None:
         try:
-            extra |= json.loads(given.extra)
-        except (ValueError, TypeError):
-            raise ConfigError(f"--extra {given.extra!r}: must be a JSON object") from None
+            fields = json.loads(given.extra)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"--extra {given.extra!r}: must be a JSON object")
+        extra |= fields
+    base_url = given.base_url if url is None else url
+    if not re.match(r"https?://[^/]", base_url):
+        option = "--base-url" if url is None else "--compare"
+        raise ConfigError(f"{option} {base_url!r}: must be http:// or https:// and a host")
     return Target(
-        base_url=url or given.base_url,
+        base_url=base_url,
         model=given.model,
         endpoint=given.endpoint,
         extra=extra,

@@ -101,10 +101,10 @@ async def run_load(
 
     Raises: aiohttp.ClientError: no server answers. ConfigError: the workload's file is wrong.
     """
-    conversations = load.workload.conversations(load.seed)
     async with open_session(target) as session:
         if not target.model:
             target = replace(target, model=await first_model(session, target))
+        conversations = load.workload.conversations(load.seed)
         own, run = OwnLoad(), Run(target, load, time.perf_counter())
 
         def talk(conversation: Conversation, due: float | None) -> Work:

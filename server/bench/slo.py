@@ -37,7 +37,7 @@ class Slo:
                 limit = math.nan
             if name not in MEASURES or not 0 < limit < math.inf:
                 wanted = ", ".join(f"{measure}=MS" for measure in MEASURES)
-                raise ConfigError(f"--slo {part!r}: must be of {wanted}")
+                raise ConfigError(f"--slo {part!r}: must be of {wanted}, each above 0")
             limits[name] = limit / 1e3
         return cls(tuple(limits.items()))
 

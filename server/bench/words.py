@@ -15,6 +15,8 @@ from runtime.errors import ConfigError
 if TYPE_CHECKING:
     import random
 
+MOST_TOKENS = 1_000_000  # of one length
+
 _TEXT = """time year people way day man thing woman life child world school state family student
 group country problem hand part place case week company system program question work government
 number night point home water room mother area money story fact month lot right study book eye
@@ -62,10 +64,19 @@ class Lengths:
         else:
             right = 1 <= len(parts) <= 2 and list(parts) == sorted(parts)
         if not right:
-            raise ConfigError(f"{self.text!r}: must be N, LOW:HIGH, ~MEAN or lognormal:MEAN:SD")
-        if min(parts) < 1:
-            raise ConfigError(f"{self.text!r}: must be at least 1 token")
+            raise ConfigError(
+                f"{self.text!r}: must be N, LOW:HIGH with LOW at most HIGH, ~MEAN or"
+                " lognormal:MEAN:SD"
+            )
+        if not 1 <= min(parts) <= max(parts) <= MOST_TOKENS:
+            raise ConfigError(f"{self.text!r}: must be from 1 to {MOST_TOKENS:,} tokens")
         object.__setattr__(self, "_parts", parts)
+
+    @property
+    def mean(self) -> float:
+        if self.text.startswith("lognormal:"):
+            return self._parts[0]
+        return (self._parts[0] + self._parts[-1]) / 2
 
     def draw(self, rng: random.Random) -> int:
         if self.text.startswith("lognormal:"):

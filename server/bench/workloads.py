@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+MOST_REQUESTS = 1_000_000
+MOST_WORDS = 100_000_000  # of all prompts that are made, which are in memory together
+
 MADE = ("random", "shared-prefix", "multi-turn")
 KINDS = (*MADE, *READERS)
 
@@ -57,8 +60,25 @@ class Workload:
             if not getattr(self, name) > 0:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} {getattr(self, name):g}: must be above 0")
+        if self.requests > MOST_REQUESTS:
+            raise ConfigError(f"--requests {self.requests}: must be at most {MOST_REQUESTS:,}")
+        words = self._words()
+        if words > MOST_WORDS:
+            raise ConfigError(
+                f"--requests {self.requests} with --prompt-tokens {self.prompt.text} make about"
+                f" {words:,.0f} words; at most {MOST_WORDS:,}"
+            )
         if self.context_length < 0:
             raise ConfigError(f"--context-length {self.context_length}: must be at least 0")
+
+    def _words(self) -> float:
+        """About how many it makes."""
+        if self.file is not None:
+            return 0
+        shared = self.kind == "shared-prefix"
+        behind = self.prefix_tokens if shared else 0
+        prefixes = self.prefix_tokens * self.prefix_groups if shared else 0
+        return prefixes + self.requests * (behind + self.prompt.mean)
 
     @property
     def timed(self) -> bool:

@@ -80,6 +80,20 @@ export async function* events(response) {
   }
 }
 
+// A typographic quote or a blank of no width comes along easily when a key is pasted.
+function fitsHeader(key) {
+  try {
+    return new Headers({ Authorization: `Bearer ${key}` }).has("Authorization");
+  } catch {
+    return false;
+  }
+}
+
+// Whether the reader has given a key, so that the server may refuse what is asked without one.
+export function hasKey() {
+  return sessionStorage.getItem(KEY) !== null;
+}
+
 // Several may want the key at once; the reader is asked once.
 let asking = null;
 function askForKey(why) {
@@ -96,7 +110,12 @@ function openKeyDialog(why) {
   return new Promise((resolve) => {
     dialog.querySelector("form").onsubmit = (event) => {
       event.preventDefault();
-      sessionStorage.setItem(KEY, field.value.trim());
+      const key = field.value.trim();
+      if (!fitsHeader(key)) {
+        dialog.querySelector(".why").textContent = "the API key is wrong: it has characters that none has";
+        return;
+      }
+      sessionStorage.setItem(KEY, key);
       dialog.onclose = null;
       dialog.close();
       resolve(true);

@@ -202,6 +202,9 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(open_page):
         page.fill("#key-dialog input", "wrong")
         page.keyboard.press("Enter")
         page.wait_for_selector("text=the API key is wrong")
+        page.fill("#key-dialog input", "secret\u201d")  # no header can carry this
+        page.keyboard.press("Enter")
+        page.wait_for_selector("text=it has characters that none has")
         page.fill("#key-dialog input", "secret")
         page.keyboard.press("Enter")
         page.wait_for_selector("text=nobody waits")
@@ -210,6 +213,7 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(open_page):
         page.reload()
         page.wait_for_selector("text=nobody waits")
         assert not page.locator("#key-dialog").is_visible()
+        page.wait_for_selector("#api", state="hidden")  # a link cannot send the key
         assert page.evaluate("localStorage.length") == 0
         assert page.evaluate("document.cookie") == ""
 

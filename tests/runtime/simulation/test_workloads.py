@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -129,10 +130,15 @@ def test_wrong_line_of_a_length_trace_is_named(tmp_path: Path, line: str, messag
     [
         ({"requests": 0}, "requests 0: must be at least 1"),
         ({"requests": 1, "rate": -1.0}, "rate -1.0"),
+        ({"requests": 1, "rate": math.nan}, "rate nan"),
+        ({"requests": 1, "rate": math.inf}, "rate inf"),
+        ({"requests": 1, "max_new_factor": math.nan}, "max_new_factor nan"),
+        ({"requests": 1, "cold_share": math.nan}, "cold_share nan"),
+        ({"requests": 1, "prefix_tokens": -1}, "prefix_tokens -1"),
         ({"requests": 1, "input_tokens": (9, 3)}, r"input_tokens \(9, 3\)"),
         ({"requests": 1, "max_new_factor": 0.5}, "max_new_factor 0.5"),
     ],
-    ids=["requests", "rate", "span", "factor"],
+    ids=str,
 )
 def test_wrong_workload_is_refused(fields: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -8,11 +8,16 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from runtime.errors import ConfigError
 from server.__main__ import main as loomserve
+from server.bench.client import first_model, open_session
 from server.bench.command import main
 from server.bench.console import table, warnings
 from server.bench.options import parse
+from server.bench.target import Target
 from tests.server.bench.fake_openai import FakeServer, serving
 from tests.server.bench.scripted import answered, run_of
 
@@ -109,7 +114,8 @@ def test_the_search_halves_between_the_rates_that_were_kept_and_missed(capsys):
 def test_no_server_is_exit_status_2(capsys, unused_tcp_port):
     words = ["--base-url", f"http://127.0.0.1:{unused_tcp_port}"]
     assert loomserve(["bench", *words]) == 2
-    assert str(unused_tcp_port) in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"http://127.0.0.1:{unused_tcp_port}: no server answers" in said
 
 
 @pytest.mark.parametrize(
@@ -128,6 +134,18 @@ def test_no_server_is_exit_status_2(capsys, unused_tcp_port):
         (["--slo", "speed=3"], "--slo 'speed=3': must be of ttft=MS"),
         (["--attainment", "1.5"], "--attainment 1.5: must be"),
         (["--extra", "[1]"], "--extra '[1]': must be a JSON object"),
+        (["--extra", "[]"], "--extra '[]': must be a JSON object"),
+        (["--pairs", "2"], "--pairs: goes with --compare"),
+        (["--prompt-tokens", "5:2"], "LOW:HIGH with LOW at most HIGH"),
+        (["--prompt-tokens", "9" * 12], "must be from 1 to 1,000,000 tokens"),
+        (["--requests", "9" * 14], "must be at most 1,000,000"),
+        (["--requests", "900000", "--prompt-tokens", "9000"], "words; at most 100,000,000"),
+        (["--base-url", "ftp://x"], "--base-url 'ftp://x': must be http:// or https://"),
+        (["--base-url", ""], "--base-url '': must be http:// or https://"),
+        (["--compare", "127.0.0.1"], "--compare '127.0.0.1': must be http:// or https://"),
+        (["--html", "/no/such/folder/x.html"], "--html /no/such/folder/x.html: cannot be written"),
+        (["--output", "/"], "--output /: cannot be written"),
+        (["--workload", "azure", "--file", "/no/none.csv"], "--file /no/none.csv: cannot be read"),
         (["--workload", "azure"], "--file: goes with"),
         (["--rate", "nan"], "--rate nan: must be above 0"),
         (["--endpoint", "telegraph"], "--endpoint"),
@@ -137,13 +155,28 @@ def test_words_that_cannot_be_are_refused_before_anything_is_sent(words, told, c
     with pytest.raises(SystemExit) as ended:
         parse(words)
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert told in said
+    assert said.count("\n") == 1
 
 
-def test_a_file_that_is_not_there_ends_with_status_2(tmp_path, capsys):
-    words = ["--workload", "azure", "--file", str(tmp_path / "none.csv")]
-    assert main(words) == 2
-    assert "none.csv: cannot be read" in capsys.readouterr().err
+def test_a_run_that_asked_nothing_is_exit_status_2(capsys):
+    with served(FakeServer()) as (url,):
+        assert main(["--base-url", url, *SMALL[:6], "--rate", "1e-9", "--max-seconds", "0.05"]) == 2
+    assert "nothing was asked within the time" in capsys.readouterr().err
+
+
+async def test_what_a_server_says_of_a_missing_key_is_told():
+    async def refuse(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no API key was given"}}, status=401)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", refuse)
+    async with TestServer(app) as server:
+        target = Target(base_url=str(server.make_url("")), model="")
+        async with open_session(target) as session:
+            with pytest.raises(ConfigError, match="401: no API key was given; see --api-key"):
+                await first_model(session, target)
 
 
 def test_failures_are_shown_by_kind_and_give_status_1(capsys):
