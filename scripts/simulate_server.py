@@ -13,7 +13,6 @@ beforehand. The exit status is 1 where a seed has shown something wrong.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import multiprocessing
 import statistics
@@ -26,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.world.world import Report, run
+from tests.world.world import Report, run, settle
 
 
 @dataclass
@@ -78,8 +77,7 @@ class Totals:
 
 
 def _reports(seeds: Iterable[int], jobs: int) -> Iterator[Report]:
-    gc.collect()
-    gc.freeze()
+    settle()
     if jobs == 1:
         yield from map(run, seeds)
         return

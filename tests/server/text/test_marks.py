@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.text.marks import Marks
@@ -22,6 +22,7 @@ def longest_beginning(text: str, marks: list[str]) -> int:
     )
 
 
+@settings(deadline=None)
 @given(MARKS, PIECES)
 def test_a_state_is_the_longest_beginning_and_knows_the_longest_whole_mark(marks, pieces):
     automaton = Marks(marks)
@@ -34,6 +35,7 @@ def test_a_state_is_the_longest_beginning_and_knows_the_longest_whole_mark(marks
             assert automaton.length[state] == max(whole, default=0)
 
 
+@settings(deadline=None)
 @given(MARKS, st.text(LETTERS, max_size=30))
 def test_what_is_undecided_is_the_longest_beginning_of_a_mark(marks, text):
     # Up to the first whole mark: those who ask look for whole ones first.
@@ -42,6 +44,7 @@ def test_what_is_undecided_is_the_longest_beginning_of_a_mark(marks, text):
     assert Marks(marks).undecided(text) == longest_beginning(text, marks)
 
 
+@settings(deadline=None)
 @given(st.text(LETTERS, max_size=30))
 def test_without_marks_everything_is_decided(text):
     assert Marks(()).undecided(text) == 0
