@@ -95,7 +95,6 @@ def _run_tests(tree: Path, arguments: Sequence[str], output: Path) -> None:
         "not slow",
         "-p",
         "no:cacheprovider",
-        "--durations=0",
     ]
     status = pytest.main([*options, "--rootdir", str(tree), *arguments])
     sys.stdout.flush()

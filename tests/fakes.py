@@ -38,6 +38,17 @@ CHATML = (
 )
 
 
+# A short request to every route that generates.
+MESSAGES = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 9},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 9},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 16},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+    "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 9}},
+}
+
+
 def byte_tokenizer(chat_template: str | None = CHATML, more: tuple[str, ...] = ()) -> Tokenizer:
     """Token ids 0..255 are bytes, 256 and 257 ChatML's special tokens, then more of such."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)

@@ -1,6 +1,8 @@
 // How pages talk to their server: fetch with the key that their reader gave, errors as the server
 // words them, and streams of events. The key is kept for this tab alone.
 
+import { make } from "/page/dom.js";
+
 const KEY = "loomserve-key";
 
 export class ServerError extends Error {
@@ -101,8 +103,25 @@ function askForKey(why) {
   return asking;
 }
 
+function makeKeyDialog() {
+  const field = make("input", { type: "password", autocomplete: "off", required: true });
+  const form = make(
+    "form",
+    {},
+    make("h2", { id: "key-title" }, "This server asks for a key"),
+    make("p", { className: "why" }),
+    make("label", {}, "API key ", field),
+    make("p", { className: "notes" }, "Kept in this tab until it is closed."),
+    make("button", {}, "Use it"),
+  );
+  const dialog = make("dialog", { id: "key-dialog" }, form);
+  dialog.setAttribute("aria-labelledby", "key-title");
+  document.body.append(dialog);
+  return dialog;
+}
+
 function openKeyDialog(why) {
-  const dialog = document.getElementById("key-dialog");
+  const dialog = document.getElementById("key-dialog") ?? makeKeyDialog();
   const field = dialog.querySelector("input");
   dialog.querySelector(".why").textContent = why;
   field.value = "";

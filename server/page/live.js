@@ -2,6 +2,7 @@
 
 import { ask, events } from "/page/api.js";
 import { byId, duration, figure, make } from "/page/dom.js";
+import { reason } from "/page/reasons.js";
 import { Sparkline } from "/page/sparkline.js";
 import { Table } from "/page/table.js";
 import { Timeline } from "/page/timeline.js";
@@ -9,20 +10,6 @@ import { Timeline } from "/page/timeline.js";
 const STEPS_SHOWN = 400;
 const AGAIN_MS = [500, 1000, 2000, 5000];
 
-// Terms by which the scheduler names what a request waits for.
-const REASONS = {
-  next_pass: "the next pass: it has just arrived",
-  rows: "a free row: as many run as may",
-  kv_total: "KV: what all admitted requests will need to their end leaves too little",
-  kv_step: "KV pages: too few are free in this step",
-  input_budget: "the prompt tokens that one step may take",
-  chunk_budget: "the chunk: prompts before it use it up",
-  delayer: "more prompts, to come in one step together",
-  policy: "its turn: a step takes only so many prompts",
-  shared_prefix: "a twin that is filling the cache for it",
-  grammar: "its grammar to be compiled",
-  retracted: "others to give back KV: a pass that retracts admits nobody",
-};
 const POOL = [
   ["free", "free", "pages that nobody has"],
   ["cached", "cached", "prefixes in the radix tree, read or not"],
@@ -175,10 +162,6 @@ export class LiveView {
     status.textContent = text;
     status.classList.toggle("error", trouble);
   }
-}
-
-function reason(term) {
-  return REASONS[term] ?? term;
 }
 
 function short(id) {

@@ -1,21 +1,8 @@
 // Why one request waited, in each run: seconds by reason, and its life as a bar.
 
+import { reason as words } from "/page/reasons.js";
 import { duration, element, number, shape } from "/page/simulator/elements.js";
 
-// What the scheduler's terms mean (runtime/scheduling/accounting.py).
-const MEANINGS = {
-  next_pass: "it came while a step was being planned; the next pass looks at it",
-  rows: "as many requests run as may run at once",
-  kv_total: "the pool could not hold what all admitted ones may still need",
-  kv_step: "too few pages of the pool are free in this step",
-  input_budget: "the step's bound of prompt tokens is used up",
-  chunk_budget: "those before it use up the step's chunk of prompt tokens",
-  delayer: "prompts are being gathered before they are computed",
-  policy: "the cap on prompts in a step, or on how far a pass looks down the queue",
-  shared_prefix: "another request is about to fill the cache with the same prefix",
-  grammar: "its grammar is being compiled",
-  retracted: "a pass that takes running requests back admits nobody",
-};
 const WIDTH = 640;
 const HEIGHT = 34;
 
@@ -41,7 +28,7 @@ function oneRun(run, request) {
       {},
       element("th", { scope: "row" }, element("span", { class: `swatch reason-${reason}` }), reason),
       element("td", {}, duration(seconds)),
-      element("td", { class: "words" }, MEANINGS[reason] ?? ""),
+      element("td", { class: "words" }, words(reason)),
     ),
   );
   const caption = element("caption", {}, "What it waited for");

@@ -13,18 +13,10 @@ import pytest
 
 from server.api import chat_plan
 from server.http import heartbeat
-from tests.fakes import IM_END, fake_runner, fake_server
+from tests.fakes import BODIES, IM_END, fake_runner, fake_server
 from tests.server.server_kit import CHATML_TOOLS, say, sim_server
 from tests.sim_runner import SimRunner
 
-MESSAGES = [{"role": "user", "content": "hello"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hello", "max_tokens": 9},
-    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 9},
-    "/v1/responses": {"input": "hello", "max_output_tokens": 16},
-    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
-    "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 9}},
-}
 PROGRESS = {"stream": True, "stream_options": {"include_progress": True}}
 
 

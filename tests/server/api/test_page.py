@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from runtime.scheduling.accounting import WAIT_REASONS
 from server.api.page import FILES
 from tests.fakes import fake_server
 
@@ -71,3 +72,9 @@ def test_pages_hold_no_script_and_no_style_of_their_own(name):
     assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:", page)
     assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", page))
     assert not re.search(r"https?://|//\w+\.", page), "nothing comes from another host"
+
+
+def test_the_pages_have_words_for_everything_that_a_request_waits_for():
+    words = (FILES / "reasons.js").read_text()
+    named = re.findall(r"^  (\w+): \"", words, re.MULTILINE)
+    assert named == [reason.value for reason in WAIT_REASONS]

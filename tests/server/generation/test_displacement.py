@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
-from tests.fakes import fake_runner, fake_server
+from tests.fakes import BODIES, fake_runner, fake_server
 
 # One runs, so many wait; nobody is put back from running for a higher priority.
 FULL = {"max_running_requests": 1, "max_queued_requests": 2, "disable_priority_preemption": True}
-MESSAGES = [{"role": "user", "content": "hello"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hello", "max_tokens": 9},
-    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 9},
-    "/v1/responses": {"input": "hello", "max_output_tokens": 16},
-    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
-    "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 9}},
-}
 
 
 class Crowd:
