@@ -1,17 +1,17 @@
 // One answer of the model as it comes: reasoning folded, tool calls, text with its tokens, figures.
 
-import { button, duration, figure, make } from "/page/dom.js";
+import { button, duration, element, number } from "/page/dom.js";
 import { TokenRuns, tokenSpan } from "/page/tokens.js";
 
 export class Answer {
   // onResult(call, text): the reader gives the result of a tool call.
   constructor(onResult) {
     this.message = { role: "assistant", content: "" };
-    this.element = make("div", { className: "answer" });
+    this.element = element("div", { class: "answer" });
     this._onResult = onResult;
     this._runs = new TokenRuns();
-    this._text = make("div", { className: "text" });
-    this._notes = make("p", { className: "notes" });
+    this._text = element("div", { class: "text" });
+    this._notes = element("p", { class: "notes" });
     this._begin = performance.now();
     this._first = null;
     this.element.append(this._text, this._notes);
@@ -36,7 +36,7 @@ export class Answer {
   // Shows what an error says, as the server says it.
   fail(text) {
     this.failed = true;
-    this.element.append(make("p", { className: "error", role: "alert" }, text));
+    this.element.append(element("p", { class: "error", role: "alert" }, text));
   }
 
   // The answer is over, in whatever way.
@@ -48,8 +48,8 @@ export class Answer {
     const usage = this._usage;
     if (usage) {
       const cached = usage.prompt_tokens_details?.cached_tokens;
-      notes.push(`${figure(usage.prompt_tokens)} prompt tokens${cached ? ` (${figure(cached)} cached)` : ""}`);
-      notes.push(`${figure(usage.completion_tokens)} tokens`);
+      notes.push(`${number(usage.prompt_tokens)} prompt tokens${cached ? ` (${number(cached)} cached)` : ""}`);
+      notes.push(`${number(usage.completion_tokens)} tokens`);
     }
     const { queued_s: queued, waited_s: waited = {} } = this._timings ?? {};
     if (queued >= 0.001) {
@@ -59,7 +59,7 @@ export class Answer {
       notes.push(`first after ${duration((this._first - this._begin) / 1000)}`);
       const seconds = (performance.now() - this._first) / 1000;
       if (usage?.completion_tokens > 1 && seconds > 0) {
-        notes.push(`${figure((usage.completion_tokens - 1) / seconds, 1)} a second`);
+        notes.push(`${number((usage.completion_tokens - 1) / seconds, 1)} a second`);
       }
     }
     this._notes.textContent = notes.join(" · ");
@@ -82,9 +82,9 @@ export class Answer {
   _reason(text) {
     this.message.reasoning_content = (this.message.reasoning_content ?? "") + text;
     if (!this._reasoning) {
-      this._reasoning = make("div", { className: "text" });
+      this._reasoning = element("div", { class: "text" });
       this.element.prepend(
-        make("details", { className: "reasoning" }, make("summary", {}, "Reasoning"), this._reasoning),
+        element("details", { class: "reasoning" }, element("summary", {}, "Reasoning"), this._reasoning),
       );
     }
     this._reasoning.append(text);
@@ -105,17 +105,17 @@ export class Answer {
 
   // An element for a call; returns what shows its present state.
   _box(call) {
-    const name = make("code");
-    const given = make("pre");
-    const result = make("input", { type: "text", placeholder: "its result", ariaLabel: "Result" });
-    const form = make("form", { hidden: true }, result, make("button", {}, "Send result"));
+    const name = element("code");
+    const given = element("pre");
+    const result = element("input", { type: "text", placeholder: "its result", "aria-label": "Result" });
+    const form = element("form", { hidden: true }, result, element("button", {}, "Send result"));
     form.onsubmit = (event) => {
       event.preventDefault();
       form.hidden = true;
       this._onResult(call, result.value);
     };
     this.element.insertBefore(
-      make("div", { className: "call" }, "Calls ", name, given, form),
+      element("div", { class: "call" }, "Calls ", name, given, form),
       this._notes,
     );
     return (now) => {
@@ -135,22 +135,22 @@ function pretty(text) {
 
 // A message of the user (or the result of a tool), which can be edited.
 export function spoken(message, onEdit) {
-  const text = make("div", { className: "text" }, message.content);
-  const element = make("div", { className: `spoken ${message.role}` }, text);
+  const text = element("div", { class: "text" }, message.content);
+  const box = element("div", { class: `spoken ${message.role}` }, text);
   if (message.role === "tool") {
     text.prepend("Result: ");
-    return element;
+    return box;
   }
   const edit = button("Edit", () => {
-    const field = make("textarea", { value: message.content, rows: 3, ariaLabel: "Edited message" });
-    const back = () => element.replaceChildren(text, edit);
+    const field = element("textarea", { rows: 3, "aria-label": "Edited message" }, message.content);
+    const back = () => box.replaceChildren(text, edit);
     const send = button("Send again", () => onEdit(field.value));
     field.onkeydown = (event) => {
       if (event.key === "Escape") back();
     };
-    element.replaceChildren(field, send, button("Cancel", back));
+    box.replaceChildren(field, send, button("Cancel", back));
     field.focus();
-  }, { className: "quiet" });
-  element.append(edit);
-  return element;
+  }, { class: "quiet" });
+  box.append(edit);
+  return box;
 }

@@ -1,7 +1,7 @@
 // How pages talk to their server: fetch with the key that their reader gave, errors as the server
 // words them, and streams of events. The key is kept for this tab alone.
 
-import { make } from "/page/dom.js";
+import { element } from "/page/dom.js";
 
 const KEY = "loomserve-key";
 
@@ -104,17 +104,17 @@ function askForKey(why) {
 }
 
 function makeKeyDialog() {
-  const field = make("input", { type: "password", autocomplete: "off", required: true });
-  const form = make(
+  const field = element("input", { type: "password", autocomplete: "off", required: true });
+  const form = element(
     "form",
     {},
-    make("h2", { id: "key-title" }, "This server asks for a key"),
-    make("p", { className: "why" }),
-    make("label", {}, "API key ", field),
-    make("p", { className: "notes" }, "Kept in this tab until it is closed."),
-    make("button", {}, "Use it"),
+    element("h2", { id: "key-title" }, "This server asks for a key"),
+    element("p", { class: "why" }),
+    element("label", {}, "API key ", field),
+    element("p", { class: "notes" }, "Kept in this tab until it is closed."),
+    element("button", {}, "Use it"),
   );
-  const dialog = make("dialog", { id: "key-dialog" }, form);
+  const dialog = element("dialog", { id: "key-dialog" }, form);
   dialog.setAttribute("aria-labelledby", "key-title");
   document.body.append(dialog);
   return dialog;

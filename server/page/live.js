@@ -1,7 +1,7 @@
 // The live view: what /debug/live tells, drawn. Nothing is asked for while nobody can see it.
 
 import { ask, events } from "/page/api.js";
-import { byId, duration, figure, make } from "/page/dom.js";
+import { byId, duration, element, number } from "/page/dom.js";
 import { reason } from "/page/reasons.js";
 import { Sparkline } from "/page/sparkline.js";
 import { Table } from "/page/table.js";
@@ -36,13 +36,13 @@ const COLUMNS = [
     numeric: true,
     cell: (one) => (one.expected_start_s == null ? "" : `~${duration(one.expected_start_s)}`),
   },
-  { name: "prompt", title: "Prompt tokens", numeric: true, cell: (one) => figure(one.input_tokens) },
+  { name: "prompt", title: "Prompt tokens", numeric: true, cell: (one) => number(one.input_tokens) },
   { name: "cached", title: "Of these, found in the cache", numeric: true,
-    cell: (one) => (one.cached_tokens ? figure(one.cached_tokens) : "") },
+    cell: (one) => (one.cached_tokens ? number(one.cached_tokens) : "") },
   { name: "output", title: "Output tokens so far, and at most", numeric: true,
-    cell: (one) => `${figure(one.output_tokens)} / ${figure(one.max_new_tokens)}` },
+    cell: (one) => `${number(one.output_tokens)} / ${number(one.max_new_tokens)}` },
   { name: "KV", title: "KV tokens that it holds", numeric: true,
-    cell: (one) => (one.kv_tokens ? figure(one.kv_tokens) : "") },
+    cell: (one) => (one.kv_tokens ? number(one.kv_tokens) : "") },
 ];
 
 export class LiveView {
@@ -56,8 +56,8 @@ export class LiveView {
     this._ttft = new Sparkline(byId("ttft"), "Time to first token", latency);
     this._itl = new Sparkline(byId("itl"), "Between two tokens", latency);
     this._rate = new Sparkline(byId("rate"), "Output tokens a second", (value, top) =>
-      `${figure(value)} (top ${figure(top)})`);
-    this._segments = POOL.map(([name, , title]) => make("div", { className: `pool-${name}`, title }));
+      `${number(value)} (top ${number(top)})`);
+    this._segments = POOL.map(([name, , title]) => element("div", { class: `pool-${name}`, title }));
     byId("pool").replaceChildren(...this._segments);
     document.addEventListener("visibilitychange", () => this.look());
   }
@@ -116,13 +116,13 @@ export class LiveView {
     const parts = [`${queue.running + queue.prefilling} of ${queue.rows} running`];
     parts.push(waiting ? `${waiting} waiting` : "nobody waits");
     if (queue.blocked_by) parts.push(`for ${reason(queue.blocked_by)}`);
-    if (queue.retractions) parts.push(`${figure(queue.retractions)} retracted so far`);
+    if (queue.retractions) parts.push(`${number(queue.retractions)} retracted so far`);
     const left = waiting + queue.running + queue.prefilling - requests.length;
     if (left > 0) parts.push(`${left} not listed`);
     this._status(parts.join(" · "));
     const hits = rates.hit_rate;
     byId("hit-rate").textContent =
-      hits === null ? "" : `${figure(100 * hits)} % of prompt tokens were found in the cache.`;
+      hits === null ? "" : `${number(100 * hits)} % of prompt tokens were found in the cache.`;
   }
 
   _showPool(pool) {
@@ -130,8 +130,8 @@ export class LiveView {
     shares.forEach((share, index) => (this._segments[index].style.flexGrow = share));
     byId("pool-figures").replaceChildren(
       ...POOL.map(([name, label, title], index) =>
-        make("li", { title, className: `pool-${name}` },
-          `${label} ${figure(pool[name])} (${figure(100 * shares[index])} %)`),
+        element("li", { title, class: `pool-${name}` },
+          `${label} ${number(pool[name])} (${number(100 * shares[index])} %)`),
       ),
     );
   }
@@ -139,18 +139,18 @@ export class LiveView {
   _showRuns({ runs, all_runs: all }) {
     const longest = Math.max(1, ...runs.map((run) => run.end));
     byId("runs").replaceChildren(...runs.map((run) => {
-      const before = make("div", { className: "before" });
-      const own = make("div", { className: run.holders ? "own held" : "own" });
-      const after = make("div");
+      const before = element("div", { class: "before" });
+      const own = element("div", { class: run.holders ? "own held" : "own" });
+      const after = element("div");
       before.style.flexGrow = run.start / longest;
       own.style.flexGrow = (run.end - run.start) / longest;
       after.style.flexGrow = 1 - run.end / longest;
-      const uses = run.uses === 1 ? "used once" : `used ${figure(run.uses)} times`;
-      const text = `${figure(run.end - run.start)} tokens` +
-        (run.start ? ` after ${figure(run.start)}` : "") +
+      const uses = run.uses === 1 ? "used once" : `used ${number(run.uses)} times`;
+      const text = `${number(run.end - run.start)} tokens` +
+        (run.start ? ` after ${number(run.start)}` : "") +
         ` · ${uses}` + (run.holders ? ` · held by ${run.holders}` : "") +
         (run.branches > 1 ? ` · ${run.branches} branches` : "");
-      return make("li", {}, make("div", { className: "run" }, before, own, after), text);
+      return element("li", {}, element("div", { class: "run" }, before, own, after), text);
     }));
     byId("runs-note").textContent = runs.length
       ? all ? "" : "The tree is larger than what was looked through."

@@ -1,24 +1,21 @@
 // Sparkline: the last figures of something, as a line, with the newest one in words.
 
-import { make } from "/page/dom.js";
+import { element, shape } from "/page/dom.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const KEPT = 240;
 const HEIGHT = 36;
 
 export class Sparkline {
   // words(value): the newest figure as text. The line leaves out what is null.
-  constructor(element, label, words) {
+  constructor(place, label, words) {
     this._values = [];
     this._words = words;
-    this._svg = document.createElementNS(SVG, "svg");
-    this._svg.setAttribute("viewBox", `0 0 ${KEPT} ${HEIGHT}`);
-    this._svg.setAttribute("preserveAspectRatio", "none");
-    this._svg.setAttribute("aria-hidden", "true");
-    this._line = document.createElementNS(SVG, "polyline");
-    this._svg.append(this._line);
-    this._figure = make("strong");
-    element.replaceChildren(make("span", {}, label), this._figure, this._svg);
+    this._line = shape("polyline");
+    this._svg = shape("svg", {
+      viewBox: `0 0 ${KEPT} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true",
+    }, this._line);
+    this._figure = element("strong");
+    place.replaceChildren(element("span", {}, label), this._figure, this._svg);
   }
 
   add(value) {

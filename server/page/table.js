@@ -1,19 +1,19 @@
 // Table: rows that change several times a second. What stays the same is left alone, so that it can be
 // selected and read while the rest moves.
 
-import { make } from "/page/dom.js";
+import { element } from "/page/dom.js";
 
 export class Table {
   // columns: [{ name, title, numeric, cell(row) => text, hint(row) => text }]; key(row): what a row is.
-  constructor(element, columns, key) {
+  constructor(place, columns, key) {
     this._columns = columns;
     this._key = key;
     this._rows = new Map();
     const heads = columns.map(({ name, title = "", numeric }) =>
-      make("th", { scope: "col", title, className: numeric ? "numeric" : "" }, name),
+      element("th", { scope: "col", title, class: numeric ? "numeric" : "" }, name),
     );
-    this._body = make("tbody");
-    element.replaceChildren(make("thead", {}, make("tr", {}, ...heads)), this._body);
+    this._body = element("tbody");
+    place.replaceChildren(element("thead", {}, element("tr", {}, ...heads)), this._body);
   }
 
   show(rows) {
@@ -36,9 +36,9 @@ export class Table {
 
   _line(key) {
     const cells = this._columns.map(({ numeric }) =>
-      make("td", { className: numeric ? "numeric" : "" }),
+      element("td", { class: numeric ? "numeric" : "" }),
     );
-    const line = make("tr", {}, ...cells);
+    const line = element("tr", {}, ...cells);
     this._rows.set(key, line);
     return line;
   }

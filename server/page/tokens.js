@@ -1,6 +1,6 @@
 // Token probabilities: which tokens a piece of text came from, and what is told of them.
 
-import { make } from "/page/dom.js";
+import { element } from "/page/dom.js";
 
 // Lays the tokens of a stream (entries of `logprobs.content`) under its text, as both come. Text may
 // come later than its tokens (what could have become a stop string), tokens may have no text (marks
@@ -78,7 +78,7 @@ const known = new WeakMap();
 export function tokenSpan(piece) {
   const chance = Math.min(...piece.tokens.map((token) => Math.exp(token.logprob)));
   const rare = chance < 0.1 ? "rare" : chance < 0.5 ? "open" : "sure";
-  const span = make("span", { className: `token ${rare}` }, piece.text);
+  const span = element("span", { class: `token ${rare}` }, piece.text);
   known.set(span, piece.tokens);
   return span;
 }
@@ -115,7 +115,7 @@ export function explainTokens(container, tip) {
 
 function explained(token) {
   const rows = token.top_logprobs.length ? token.top_logprobs : [token];
-  const table = make("table");
+  const table = element("table");
   for (const row of rows) {
     const chosen = String(row.bytes) === String(token.bytes);
     const line = table.insertRow();

@@ -1,7 +1,7 @@
 // How the gaps between tokens are distributed: one line per run, stretched towards the tail, where
 // readers of a stream notice.
 
-import { duration, element, shape } from "/page/simulator/elements.js";
+import { duration, element, shape } from "/page/dom.js";
 
 const WIDTH = 640;
 const HEIGHT = 220;

@@ -1,7 +1,7 @@
 // Queue and pool over the steps of a run: the pool's private and cached tokens as areas, waiting
 // requests as a line.
 
-import { number, shape } from "/page/simulator/elements.js";
+import { number, shape } from "/page/dom.js";
 
 const WIDTH = 640;
 const HEIGHT = 96;

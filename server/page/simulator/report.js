@@ -8,7 +8,7 @@
 
 import { Timeline, fittingScales } from "/page/timeline.js";
 import { gapChart, legend } from "/page/simulator/distribution.js";
-import { element } from "/page/simulator/elements.js";
+import { element } from "/page/dom.js";
 import { levelsChart, levelsLegend } from "/page/simulator/levels.js";
 import { RequestsTable } from "/page/simulator/requests.js";
 import { summaryTable } from "/page/simulator/summary.js";

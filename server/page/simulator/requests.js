@@ -1,6 +1,6 @@
 // The requests of runs in a table, with the difference between two of them; one can be chosen.
 
-import { change, duration, element, number } from "/page/simulator/elements.js";
+import { change, duration, element, number } from "/page/dom.js";
 
 const SHOWN = 50;
 const FIGURES = [

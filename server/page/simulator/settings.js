@@ -1,6 +1,6 @@
 // One setting: controls for the options that one wants to change most, and a line for all others.
 
-import { element, number } from "/page/simulator/elements.js";
+import { element, number } from "/page/dom.js";
 
 const CHUNKS = [32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384];
 const UNCUT = 0;

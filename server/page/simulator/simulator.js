@@ -4,7 +4,7 @@ import { ServerError, ask } from "/page/api.js";
 import { Python, PythonError } from "/page/simulator/python.js";
 import { Report } from "/page/simulator/report.js";
 import { Setting } from "/page/simulator/settings.js";
-import { element, number } from "/page/simulator/elements.js";
+import { element, number } from "/page/dom.js";
 
 const LARGEST_TRACE = 256 * 2 ** 20;
 const KEPT_RUNS = 20;

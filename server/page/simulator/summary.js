@@ -1,6 +1,6 @@
 // The figures of runs in a table: a column per run, each with its change from the first.
 
-import { change, duration, element, number } from "/page/simulator/elements.js";
+import { change, duration, element, number } from "/page/dom.js";
 
 const share = (value) => (value === null ? "–" : `${number(100 * value, 1)} %`);
 const count = (value) => number(value);

@@ -1,7 +1,7 @@
 // Why one request waited, in each run: seconds by reason, and its life as a bar.
 
 import { reason as words } from "/page/reasons.js";
-import { duration, element, number, shape } from "/page/simulator/elements.js";
+import { duration, element, number, shape } from "/page/dom.js";
 
 const WIDTH = 640;
 const HEIGHT = 34;
