@@ -4,6 +4,7 @@ key, and how it is put together.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from server.observability.progress import Progress
 from server.observability.tracing import Tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from runtime.runner import Runner
     from runtime.scheduling.scheduler import Scheduler
@@ -232,11 +233,25 @@ REQUEST_ID = web.RequestKey("request_id", str)  # the client's, or the server's
 RECEIVED = web.RequestKey("received", float)  # when it was, on the engine's clock
 GENERATION = web.RequestKey("generation", Generation)  # what it has set off, if anything
 
+PIECE = 1 << 20  # bytes of an answer that are written at once
+
 
 def json_response(data: Any, status: int = 200) -> web.Response:
     return json_bytes(orjson.dumps(data), status)
 
 
 def json_bytes(body: bytes, status: int = 200) -> web.Response:
-    """An answer that is JSON already."""
-    return web.Response(body=body, status=status, content_type="application/json", charset="utf-8")
+    """An answer that is JSON already. A large one goes out in pieces, between which others run."""
+    return web.Response(
+        body=body if len(body) <= PIECE else _pieces(body),
+        headers={"Content-Length": str(len(body))},
+        status=status,
+        content_type="application/json",
+        charset="utf-8",
+    )
+
+
+async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
+    for start in range(0, len(body), PIECE):
+        yield memoryview(body)[start : start + PIECE]
+        await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -215,7 +216,9 @@ async def _whole(request: web.Request, begin: Begin) -> web.StreamResponse:
             for delta in news:
                 made.add(delta)
         begun = clock()
-        response = json_response(made.body())
+        body = made.body()
+        await asyncio.sleep(0)  # each of the two may take a while
+        response = json_response(body)
         generation.writes.add(begun, clock())
         return response
 
