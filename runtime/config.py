@@ -76,6 +76,13 @@ class SchedulerOptions:
     eviction_policy: str = option(
         "lru", "what the cache drops first", choices=tuple(EVICTION_POLICIES)
     )
+    pin_share: float = option(
+        0.5,
+        "share of the KV pool that prompts may keep which ask to stay cached (cache_control,"
+        " prompt_cache_key); running requests get it all the same where nothing else is left",
+        at_least=0,
+        at_most=1,
+    )
     schedule_policy: str = option("fcfs", "order of the waiting queue", choices=tuple(POLICIES))
     max_queue_skip_ms: float = option(
         2000.0,

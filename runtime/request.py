@@ -86,6 +86,21 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPin:
+    """A beginning of a prompt that its client asks to be kept in the prefix cache.
+
+    Args:
+        tokens: its length.
+        ttl_s: from the prompt's last chunk on, or that of a later one that asks for the same.
+        key: a client's name for prompts of which only the newest is kept; "": each is.
+    """
+
+    tokens: int
+    ttl_s: float
+    key: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """The scheduler's own per-request data.
@@ -140,6 +155,7 @@ class Request:
         namespace: requests of different namespaces never share cached KV (cache_salt).
         priority: larger is served first.
         deadline_s: on the scheduler's clock; the request ends with TIMEOUT after it.
+        pins: what of its prompt is to stay cached, the shortest first.
     """
 
     request_id: str
@@ -150,6 +166,7 @@ class Request:
     namespace: str = ""
     deadline_s: float | None = None
     grammar: Grammar | None = None
+    pins: tuple[PromptPin, ...] = ()
 
     state: RequestState = RequestState.WAITING
     output_ids: array[int] = field(default_factory=lambda: array("i"))  # committed tokens
@@ -159,6 +176,7 @@ class Request:
     length: int = 0  # tokens whose KV has a slot (launched, perhaps not yet committed)
     launched_tokens: int = 0  # output tokens sampled by launched steps, committed or not
     cached_tokens: int = 0  # prompt tokens found in the cache when first admitted
+    pinned_tokens: int = 0  # prompt tokens that are kept for its sake
     retractions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered, until they are given out
     ending: Finish | None = None  # recorded, to be applied by the next pass

@@ -97,6 +97,7 @@ class _Recount:
         yield from self._count_free()
         self._check_rows()
         yield from self._check_tree()
+        yield from self._check_pins()
         yield from self._check_order()
         yield from self._check_holders()
         missing = self._owned.count(0)
@@ -156,6 +157,30 @@ class _Recount:
         found = (tokens[False], tokens[True])
         _require(counted == found, f"evictable, protected tokens are {counted}, recounted {found}")
 
+    def _check_pins(self) -> Iterator[None]:
+        """Pins end with nodes of the tree, and every node on the way to these is pinned."""
+        pins = self._cache.pins
+        ends = Counter(pin.node for pin in pins)
+        children: Counter[Node] = Counter()
+        pinned: list[Node] = []
+        tokens = 0
+        for node in self._cache.tree.nodes():
+            if node.pins:
+                assert node.parent is not None
+                pinned.append(node)
+                children[node.parent] += 1
+                tokens += len(node.pages) * self._memory.page_size
+            if self._pause(NODE_COST):
+                yield
+        _require(tokens == pins.tokens, f"{pins.tokens} tokens are pinned, recounted {tokens}")
+        strangers = set(ends).difference(pinned)
+        _require(not strangers, f"{len(strangers)} pins end with nodes that are not pinned")
+        for node in pinned:
+            owners = ends[node] + children[node]
+            _require(node.pins == owners, f"a node has {node.pins} pins and {owners} owners")
+            if self._pause(NODE_COST):
+                yield
+
     def _check_node(self, node: Node) -> None:
         tree, parent = self._cache.tree, node.parent
         size = tree.page_size
@@ -178,7 +203,7 @@ class _Recount:
             f"a node of {len(node.pages)} pages has {node.locks} locks and {owners} owners",
         )
         evictable = not (node.locks or node.children or node.dead)
-        rank = self._cache.eviction_policy.rank(node) if evictable else 0
+        rank = self._cache.rank(node) if evictable else 0
         _require(node.rank == rank, f"a node is ranked {node.rank} for eviction, not {rank}")
 
     def _check_order(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import InvariantError
 from runtime.scheduling.cache_events import ROOT, CacheEvents
 from runtime.scheduling.page_allocator import PageAllocator, pages_for
+from runtime.scheduling.pins import NO_KEY
 from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache
 from runtime.scheduling.radix_tree import TOKEN_BYTES, Place
 
@@ -58,6 +59,7 @@ class KVMemory:
         self.num_rows = config.max_running_requests
         self.free_rows = list(range(self.num_rows, 0, -1))
         self.cache = RadixCache(self.allocator, config.eviction_policy)
+        self.configure(config)
         self.cache_enabled = not config.disable_radix_cache
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
         self.insertions: list[Insertion] = []  # of steps not committed, oldest first
@@ -65,6 +67,11 @@ class KVMemory:
         most = pages_for(config.context_length, config.page_size) + 1
         longest = min(self.allocator.num_pages, most)
         self._indices = array("i", range(longest))
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Takes new options."""
+        self.cache.set_eviction_policy(config.eviction_policy)
+        self.cache.pins.bound(int(config.pin_share * config.usable_tokens))
 
     @property
     def available_tokens(self) -> int:
@@ -247,6 +254,19 @@ class KVMemory:
         self.allocator.free(request.pages[needed:])
         del request.pages[needed:]
         self.out_of_date(request, needed)
+
+    def pin(self, request: Request, now: float) -> None:
+        """Keeps what a request asks to be kept of its prompt, which has been computed: as much of
+        it as is in the cache, and as pins may keep."""
+        record, pins, size = request.scheduling, self.cache.pins, self.page_size
+        most = min(record.tree_tokens, pins.most_tokens)
+        for wish in request.pins:
+            tokens = min(wish.tokens, most) // size * size
+            node = self.cache.above(record.node, tokens)
+            if node is not None:
+                key = (request.namespace, wish.key) if wish.key else NO_KEY
+                pins.keep(node, key, now + wish.ttl_s)
+                request.pinned_tokens = max(request.pinned_tokens, tokens)
 
     def drop_computed(self, request: Request) -> None:
         """Takes what a request has computed and put into the cache out of it, with all that hangs

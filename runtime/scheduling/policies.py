@@ -148,6 +148,7 @@ class EvictionPolicy:
 
 
 _USE = 1 << 48  # more than there will ever be moments
+PINNED = 1 << 96  # above the rank of whatever is not pinned
 
 EVICTION_POLICIES = {
     policy.name: policy

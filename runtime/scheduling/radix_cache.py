@@ -10,7 +10,8 @@ The tree is radix_tree.py's. What this adds, and what shaped it:
   path costs as much as one of a short one.
 - A prompt's continuation is appended to its leaf where nobody else's prefix ends there and where
   that changes nothing about the order of eviction.
-- Eviction takes pages from the tail of a leaf, as many as are missing, not the whole leaf.
+- Eviction takes pages from the tail of a leaf, as many as are missing, not the whole leaf; what is
+  pinned (pins.py) goes last.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.errors import InvariantError
-from runtime.scheduling.policies import EVICTION_POLICIES
+from runtime.scheduling.pins import Pins
+from runtime.scheduling.policies import EVICTION_POLICIES, PINNED
 from runtime.scheduling.radix_tree import (
     NODE_TOKENS,
     TOKEN_BYTES,
@@ -60,6 +62,7 @@ class RadixCache:
         allocator: where evicted pages go.
         eviction_policy: a name in `EVICTION_POLICIES`.
         node_tokens: most tokens of a node of the tree.
+        most_pinned: tokens that pins may keep.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class RadixCache:
         allocator: PageAllocator,
         eviction_policy: str = "lru",
         node_tokens: int = NODE_TOKENS,
+        most_pinned: int = 0,
     ) -> None:
         self.page_size = allocator.page_size
         self.eviction_policy = EVICTION_POLICIES[eviction_policy]
@@ -74,6 +78,7 @@ class RadixCache:
         self.protected_tokens = 0
         self.tree = RadixTree(allocator.page_size, node_tokens)
         self.order = EvictionOrder()
+        self.pins = Pins(most_pinned, self._rerank)
         self.events: CacheEvents | None = None  # is told what leaves the tree
         self._allocator = allocator
         self._tick = 0
@@ -162,8 +167,8 @@ class RadixCache:
 
     def _may_grow(self, node: Node, *, mine: bool) -> bool:
         """Whether new pages may be appended to `node` itself: to a leaf where no other prefix ends,
-        and, where uses are counted, none ever did."""
-        if node.parent is None or node.children or node.locks != mine:
+        none that is pinned either, and, where uses are counted, none ever did."""
+        if node.parent is None or node.children or node.locks != mine or node.pins:
             return False
         return not self.eviction_policy.counts_uses or node.hits <= mine
 
@@ -172,6 +177,7 @@ class RadixCache:
         stays with its end."""
         upper = self.tree.split(node, at)
         upper.locks = 1 if node.locks else 0
+        upper.pins = 1 if node.pins else 0
         return upper
 
     # Locks
@@ -252,8 +258,12 @@ class RadixCache:
             self.order.remove(node.rank)
             node.rank = 0
         if not (node.locks or node.children or node.dead or node.parent is None):
-            node.rank = self.eviction_policy.rank(node)
+            node.rank = self.rank(node)
             self.order.add(node.rank, node)
+
+    def rank(self, node: Node) -> int:
+        """Where an unlocked leaf stands in the order of eviction."""
+        return self.eviction_policy.rank(node) + (PINNED if node.pins else 0)
 
     def _inherit(self, parent: Node, node: Node) -> None:
         """A node goes; its parent was used whenever it was."""
@@ -279,6 +289,7 @@ class RadixCache:
 
     def _evict_tail(self, leaf: Node, count: int) -> None:
         self.evictable_tokens -= count * self.page_size
+        self.pins.evicted(leaf, count * self.page_size)
         if count < len(leaf.pages):
             taken = self.tree.trim(leaf, count)
             self._tell_removed(taken)
@@ -289,6 +300,7 @@ class RadixCache:
         leaf.rank = 0
         parent = self.tree.detach(leaf)
         self._tell_removed(leaf.pages)
+        self.pins.left((leaf,), parent, counted=False)
         self._give_back(leaf)
         self._inherit(parent, leaf)
         if len(parent.children) == 1:
@@ -304,7 +316,7 @@ class RadixCache:
         """Makes a node and the only child that it has left one, unless somebody holds it or they
         are worth so different that they would be evicted apart."""
         (node,) = upper.children.values()
-        if upper.parent is None or upper.locks:
+        if upper.parent is None or upper.locks or self.pins.ends_at(upper):
             return
         if len(upper.pages) + len(node.pages) > self.tree.node_pages:
             return
@@ -335,6 +347,7 @@ class RadixCache:
             self._allocator.free(node.pages)
         self.tree.clear()
         self.order.clear()
+        self.pins.clear()
         self.evictable_tokens = 0
         if self.events is not None:
             self.events.cleared()
@@ -378,6 +391,7 @@ class RadixCache:
     def _cut(self, node: Node) -> None:
         dropped = [node, *descendants(node)]
         parent = self.tree.detach(node)
+        self.pins.left(dropped, parent, counted=True)
         for below in dropped:
             below.dead = True
             self._tell_removed(below.pages)

@@ -45,8 +45,9 @@ class Node:
     the tree's count of losses when it last lost pages. The rest is the cache's: `locks` counts the
     requests whose prefix ends here and the children that are locked; `last_used` and `hits`
     (admissions) speak of prefixes that end here, or ended below in what is gone; `rank` is its
-    place in the order of eviction, 0: not in it. A `dead` node was written by a step that failed:
-    it is out of the tree and goes when its last lock does.
+    place in the order of eviction, 0: not in it; `pins` counts the pins that end here and the
+    children that are pinned. A `dead` node was written by a step that failed: it is out of the tree
+    and goes when its last lock does.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Node:
         "pages",
         "parent",
         "pieces",
+        "pins",
         "rank",
         "start",
     )
@@ -78,6 +80,7 @@ class Node:
         self.last_used = 0
         self.hits = 0
         self.rank = 0
+        self.pins = 0
         self.dead = False
 
     @property

@@ -169,6 +169,7 @@ class Scheduler:
         life = self._life
         plan = Plan()
         life.clocks.new_pass(now)
+        self._memory.cache.pins.expire(now)
         life.forget_overridable()
         self._apply_endings(plan)
         self._apply_deadlines(plan, now)
@@ -304,6 +305,8 @@ class Scheduler:
         self.counters.output_tokens += len(outputs)
         if output.failed:
             self._drop_failed(batch, output)
+        if batch.num_prefill:
+            self._pin_prompts(batch, output, now)
         for news in ended:
             assert news.finish is not None
             self._life.end(news.request, news.finish)
@@ -318,6 +321,18 @@ class Scheduler:
             row = batch.sampled[index]
             if row < batch.num_prefill:
                 self._memory.drop_computed(batch.requests[row])
+
+    def _pin_prompts(self, batch: ScheduleBatch, output: StepOutput, now: float) -> None:
+        """Prompts that the step has completed are kept as their clients ask, if they are still
+        there to ask. Nothing is pinned before its KV is known to be right."""
+        for index, row in enumerate(batch.sampled):
+            if row >= batch.num_prefill:
+                break
+            request = batch.requests[row]
+            gone = request.finish is not None or request.ending is not None
+            wrong = index in output.failed or self._memory.is_lost(request)
+            if request.pins and not gone and not wrong:
+                self._memory.pin(request, now)
 
     def fail(self, batch: ScheduleBatch, message: str, now: float) -> list[RequestOutput]:
         """The oldest step in flight could not be launched, or raised.
@@ -374,7 +389,7 @@ class Scheduler:
                 raise ConfigError(f"{name} cannot be changed while serving")
         self.config = replace(self.config, **changes)
         self._recount.books_change()
-        self._memory.cache.set_eviction_policy(self.config.eviction_policy)
+        self._memory.configure(self.config)
         self._life.configure(self.config)
         self._admission.configure(self.config)
         if "schedule_conservativeness" in changes:

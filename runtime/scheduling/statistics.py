@@ -28,6 +28,8 @@ class SchedulerStatistics:
         chunk_tokens: prefill tokens the last pass allowed a step; 0: not cut.
         slo_feasible: whether even the smallest chunk holds --tpot-slo-ms; None: no target, or
             too few steps measured.
+        pinned_tokens: cached tokens that clients asked to be kept.
+        pinned_evicted_tokens: such that had to go before their time, since start.
         predicted_step_s: what a chunk sizer by time predicted for the last step it sized, margin
             included.
         invariant_error: the last idle recount that failed.
@@ -45,6 +47,8 @@ class SchedulerStatistics:
     reserved_tokens: int
     evictable_tokens: int
     protected_tokens: int
+    pinned_tokens: int
+    pinned_evicted_tokens: int
     free_rows: int
     full: bool
     reason: str
@@ -123,6 +127,8 @@ def take_statistics(
         reserved_tokens=reserved,
         evictable_tokens=cache.evictable_tokens,
         protected_tokens=cache.protected_tokens,
+        pinned_tokens=cache.pins.tokens,
+        pinned_evicted_tokens=cache.pins.evicted_tokens,
         free_rows=len(life.memory.free_rows),
         full=admission.full,
         reason=admission.reason.value,

@@ -60,6 +60,7 @@ class _Disguise:
         self._page_size = page_size
         self._answers = answers
         self._namespaces: dict[str, str] = {"": ""}
+        self._keys: dict[str, str] = {"": ""}  # of pins
         self._rest: dict[str, deque[int]] = {}  # of an answer, what has not been told yet
 
     def event(self, event: Event) -> Event | None:
@@ -98,6 +99,10 @@ class _Disguise:
             "sampling": {name: given[name] for name in _SAMPLING if name in given},
             "namespace": namespace,
             "grammar": None,
+            "pins": [
+                [tokens, ttl_s, self._keys.setdefault(key, f"k{len(self._keys)}")]
+                for tokens, ttl_s, key in request.get("pins", ())
+            ],
         }
 
     def _output(self, request_id: str, tokens: list[int], finish: list[Any] | None) -> list[Any]:

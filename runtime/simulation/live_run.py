@@ -9,7 +9,7 @@ from runtime.request import FinishReason
 from runtime.simulation.cost_fit import StepTime
 from runtime.simulation.cost_model import StepWork
 from runtime.simulation.simulator import RequestStats
-from runtime.simulation.trace import finish_from, ids_from
+from runtime.simulation.trace import finish_from, ids_from, pins_from
 from runtime.simulation.workloads import Arrival
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class _Reader:
             namespace=request["namespace"],
             ignore_eos=request["sampling"].get("ignore_eos", False),
             output_ids=ids_from([]),
+            pins=pins_from(request),
         )
         self._arrivals[arrival.request_id] = arrival
         self._run.stats[arrival.request_id] = RequestStats(

@@ -10,7 +10,15 @@ from runtime.errors import LoomserveError
 from runtime.request import Request
 from runtime.runner import StepOutput
 from runtime.simulation.recorder import RecordingScheduler
-from runtime.simulation.trace import Event, Trace, finish_from, ids_from, sampling_from, to_line
+from runtime.simulation.trace import (
+    Event,
+    Trace,
+    finish_from,
+    ids_from,
+    pins_from,
+    sampling_from,
+    to_line,
+)
 
 if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
@@ -167,6 +175,7 @@ def _request(record: dict[str, Any]) -> Request:
         namespace=record["namespace"],
         deadline_s=record["deadline_s"],
         grammar=None if grammar is None else _ReplayedGrammar(grammar),
+        pins=pins_from(record),
     )
 
 

@@ -231,6 +231,7 @@ class Simulator:
             arrival_s=self.clock.now,
             priority=arrival.priority,
             namespace=arrival.namespace,
+            pins=arrival.pins,
         )
         try:
             displaced = self._scheduler.add(request, self.clock.now)

@@ -28,7 +28,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError
 from runtime.private_files import open_private
-from runtime.request import Finish, FinishReason, Request, RequestOutput, SamplingParams
+from runtime.request import (
+    Finish,
+    FinishReason,
+    PromptPin,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -227,7 +234,7 @@ def request_record(request: Request) -> dict[str, Any]:
         value = getattr(request.sampling, name)
         if value != getattr(plain, name):
             sampling[name] = sorted(value) if isinstance(value, frozenset) else value
-    return {
+    record = {
         "id": request.request_id,
         "input_ids": list(request.input_ids),
         "sampling": sampling,
@@ -237,6 +244,14 @@ def request_record(request: Request) -> dict[str, Any]:
         "deadline_s": request.deadline_s,
         "grammar": None if request.grammar is None else request.grammar.ready,
     }
+    if request.pins:  # traces of before there were any have no such entry
+        record["pins"] = [[pin.tokens, pin.ttl_s, pin.key] for pin in request.pins]
+    return record
+
+
+def pins_from(record: dict[str, Any]) -> tuple[PromptPin, ...]:
+    """What a request's record says is to be kept of its prompt."""
+    return tuple(PromptPin(*pin) for pin in record.get("pins", ()))
 
 
 def sampling_from(record: dict[str, Any]) -> SamplingParams:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from runtime.request import PromptPin
+
 # Ends a simulated request: a token id that no vocabulary reaches, since a recorded trace brings
 # the ids of its own.
 EOS_TOKEN_ID = 2**31 - 1
@@ -35,6 +37,7 @@ class Arrival:
             None: whatever fits.
         abort_after_s: the client leaves that long after it came; None: it stays.
         output_ids: the tokens themselves, where known (a later prompt may quote them).
+        pins: what of the prompt is to stay cached.
     """
 
     arrival_s: float
@@ -47,6 +50,7 @@ class Arrival:
     ignore_eos: bool = False
     abort_after_s: float | None = None
     output_ids: array[int] | None = None
+    pins: tuple[PromptPin, ...] = ()
 
     @property
     def ends_itself(self) -> bool:

@@ -8,6 +8,7 @@ the scheduler keeps for itself.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -52,6 +53,18 @@ class Launched:
     before: dict[str, tuple[int, bool, bool]]
 
 
+Head = tuple[str, tuple[int, ...]]  # a cached prefix: namespace, tokens in whole pages
+
+
+@dataclass
+class Kept:
+    """A pinned prefix. Args: key: of each but "" there is one in a namespace."""
+
+    prefix: Head
+    key: str
+    until: float
+
+
 @dataclass
 class NaiveModel:
     """Follows every call and checks every rule.
@@ -73,6 +86,8 @@ class NaiveModel:
     restarts: int = -1  # others than victims may start anew until this step is done
     preemptions: int = 0
     arrivals: int = 0
+    kept: list[Kept] = field(default_factory=list)  # the one that was asked for last is the last
+    before: dict[Head, int] = field(default_factory=dict)  # cached before this pass, with pages
 
     # Calls
 
@@ -98,6 +113,7 @@ class NaiveModel:
             gap = max([r.priority for r in started], default=lowest) - lowest
             assert gap > threshold, "preempted for somebody who does not start"
         self._look_at_ends()
+        self._check_evictions()
         if batch is None:
             return
         if batch.retry:
@@ -119,9 +135,11 @@ class NaiveModel:
             written.update(request.pages[first : last + 1])
         return written
 
-    def committed(self) -> None:
-        """The oldest step in flight is committed."""
+    def committed(self, failed: Sequence[int] = (), now: float = 0.0) -> None:
+        """The oldest step in flight is committed. Args: failed: of its sampled rows."""
         flight = self.launched.pop(0)
+        self._shorten_kept()
+        self._keep_prompts(flight.batch, failed, now)
         for request in flight.batch.requests:
             self.owed.pop(request.request_id, None)
         self._look_at_ends()
@@ -153,6 +171,7 @@ class NaiveModel:
 
     def failed(self) -> None:
         """Every step in flight is taken back, and the oldest is to be tried again."""
+        self._shorten_kept()
         flight = self.launched[0]
         for name, life in self.lives.items():
             life.progress = flight.before.get(name, (0, False, False))
@@ -264,6 +283,106 @@ class NaiveModel:
         if align or not life.cut:
             assert end % (align or self.page_size) == 0, "a prompt is cut where it must not be"
 
+    # Pins
+
+    def planning(self, now: float) -> None:
+        """A pass begins, with which pins end whose time is over."""
+        self.kept = [one for one in self.kept if one.until > now]
+        self.before = self._heads() if self.kept else {}
+
+    def pins_bounded(self) -> None:
+        """The bound of all pins may be a new one: those that nobody has asked for longest go."""
+        most = int(self.scheduler.config.pin_share * self.scheduler.config.usable_tokens)
+        while len(self._pinned()) * self.page_size > most:
+            del self.kept[0]
+
+    def _keep_prompts(self, batch: ScheduleBatch, failed: Sequence[int], now: float) -> None:
+        """Prompts that were completed are kept as they ask: those that are still wanted, and that
+        were not dropped with a row that gave no number."""
+        size, config = self.page_size, self.scheduler.config
+        most = int(config.pin_share * config.usable_tokens)
+        heads = self._heads() if any(request.pins for request in batch.requests) else {}
+        for index, b in enumerate(batch.sampled):
+            life = self.lives[batch.requests[b].request_id]
+            request = life.request
+            end = batch.prefix_lens[b] + batch.extend_lens[b]
+            if b >= batch.num_prefill or index in failed or life.ended or life.ending:
+                continue
+            tokens = (*request.input_ids, *request.output_ids)[:end]
+            whole = request.namespace, tokens[: end // size * size]
+            for wish in request.pins if whole in heads else ():
+                prefix = whole[0], tokens[: min(wish.tokens, most, end) // size * size]
+                if prefix[1]:
+                    self._keep(Kept(prefix, wish.key, now + wish.ttl_s))
+                    self.pins_bounded()
+
+    def _keep(self, new: Kept) -> None:
+        for one in [*self.kept]:
+            same = (one.key, one.prefix) == (new.key, new.prefix)
+            if same or (new.key and (one.key, one.prefix[0]) == (new.key, new.prefix[0])):
+                self.kept.remove(one)
+                new.until = max(new.until, one.until) if same else new.until
+        self.kept.append(new)
+
+    def _shorten_kept(self) -> None:
+        """What was dropped is not kept any more, but what stands before it is."""
+        heads = self._heads() if self.kept else {}
+        shortened: dict[tuple[str, Head], Kept] = {}
+        for one in self.kept:
+            name, tokens = one.prefix
+            while tokens and (name, tokens) not in heads:
+                tokens = tokens[: -self.page_size]
+            if tokens:
+                other = shortened.pop((one.key, (name, tokens)), one)
+                kept = Kept((name, tokens), one.key, max(one.until, other.until))
+                shortened[one.key, kept.prefix] = kept
+        self.kept = list(shortened.values())
+
+    def _check_evictions(self) -> None:
+        """What is pinned has lost nothing in this pass, unless nothing else could go."""
+        pinned, heads, actual = self._pinned(), self._heads() if self.kept else {}, self._pins()
+        if actual == self.kept and pinned <= heads.keys():
+            return
+        read = {page for request in self._holders() for page in request.pages}
+        others = heads.keys() & self.before.keys() - pinned
+        assert all(heads[head] in read for head in others), "a pin went before what is not pinned"
+        for pin in actual:
+            longer = [one for one in self.kept if pin.prefix in _beginnings(one.prefix)]
+            assert any((pin.key, pin.until) == (one.key, one.until) for one in longer)
+        self.kept = actual
+
+    def _pins(self) -> list[Kept]:
+        """The scheduler's."""
+        prefixes = {id(node): prefix for prefix, (node, _) in self._tree().items()}
+        return [
+            Kept(prefixes[id(pin.node)], pin.key[1], pin.until_s)
+            for pin in self.scheduler._memory.cache.pins
+        ]
+
+    def _pinned(self) -> set[Head]:
+        """Every cached page that is kept, by its prefix."""
+        return {
+            (name, tokens[:end])
+            for name, tokens in (one.prefix for one in self.kept)
+            for end in range(self.page_size, len(tokens) + 1, self.page_size)
+        }
+
+    def _heads(self) -> dict[Head, int]:
+        """Every cached page by its prefix, with its number."""
+        size = self.page_size
+        return {
+            (name, tokens[: len(tokens) - at * size]): page
+            for (name, tokens), (_, pages) in self._tree().items()
+            for at, page in enumerate(reversed(pages))
+        }
+
+    def _check_pins(self) -> None:
+        assert self._pins() == self.kept
+        pinned = self.scheduler.statistics().pinned_tokens
+        config = self.scheduler.config
+        assert pinned == len(self._pinned()) * self.page_size
+        assert pinned <= config.pin_share * config.usable_tokens
+
     # Recount
 
     def check(self) -> None:
@@ -277,6 +396,7 @@ class NaiveModel:
         self._check_written(tree)
         self._check_locks(tree)
         self._check_rows(free_rows)
+        self._check_pins()
         for flight in self.launched:
             assert flight.pages.isdisjoint(free), "a launched step names a free page"
 
@@ -375,6 +495,10 @@ class NaiveModel:
     @property
     def page_size(self) -> int:
         return self.scheduler.config.page_size
+
+
+def _beginnings(head: Head) -> set[Head]:
+    return {(head[0], head[1][:end]) for end in range(len(head[1]) + 1)}
 
 
 def rows_of(batch: ScheduleBatch) -> list[tuple[Any, ...]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.config import SchedulerConfig
-from runtime.request import Request, RequestOutput, SamplingParams
+from runtime.request import PromptPin, Request, RequestOutput, SamplingParams
 from runtime.runner import StepOutput
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Plan, Scheduler
@@ -44,6 +44,7 @@ def request(
     namespace: str = "",
     deadline_s: float | None = None,
     grammar: Any = None,
+    pins: tuple[PromptPin, ...] = (),
     **sampling: Any,
 ) -> Request:
     """A request whose tokens are given, or are made unlike any other request's."""
@@ -59,6 +60,7 @@ def request(
         namespace=namespace,
         deadline_s=deadline_s,
         grammar=grammar,
+        pins=pins,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ class Prompts:
 
     def make(self) -> Request:
         self.count += 1
-        options = {"prompt_logprobs": 0} if self.rng.random() < 0.15 else {}
+        options: dict[str, Any] = {"prompt_logprobs": 0} if self.rng.random() < 0.15 else {}
         name = self.rng.choice(["", "", "salt"])
         made = request(f"r{self.count}", self.tokens(), 2, namespace=name, **options)
         made.scheduling.key = made.input_ids.tobytes()

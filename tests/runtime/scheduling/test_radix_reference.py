@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from runtime.scheduling.page_allocator import PageAllocator
+from runtime.scheduling.pins import NO_KEY
 from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.radix_tree import Node, Place
 from tests.values import present
 
 Prefix = tuple[str, tuple[int, ...]]  # namespace, tokens in whole pages
+MOST_PINNED = 40  # pages
 
 
 @dataclass(eq=False)
@@ -56,12 +58,22 @@ class Growth:
     pages: list[int]
 
 
+@dataclass(eq=False)
+class Kept:
+    """A pinned prefix. Args: key: of each but "" there is one."""
+
+    prefix: Prefix
+    key: str
+    until: int
+
+
 @dataclass
 class Model:
     page_size: int
     policy: str
     pages: dict[Prefix, Page] = field(default_factory=dict)
     now: int = 0
+    kept: list[Kept] = field(default_factory=list)  # the one that was asked for last is the last
 
     def heads(self, prefix: Prefix) -> list[Prefix]:
         """All whole-page beginnings of a prefix, the shortest first."""
@@ -96,7 +108,8 @@ class Model:
     def next_to_go(self) -> Prefix | None:
         inner = {(name, tokens[: -self.page_size]) for name, tokens in self.pages}
         free = [p for p, page in self.pages.items() if p not in inner and not page.readers]
-        return min(free, key=lambda p: self._worth(self.pages[p]), default=None)
+        pinned = self.pinned()
+        return min(free, key=lambda p: (p in pinned, *self._worth(self.pages[p])), default=None)
 
     def _worth(self, page: Page) -> tuple[int, ...]:
         if self.policy == "lfu":
@@ -109,6 +122,33 @@ class Model:
         first = (name, tokens[: position + self.page_size])
         for gone in [first, *self.extensions(first)]:
             self.pages.pop(gone).dropped = True
+        self.shorten_kept()
+
+    def pinned(self) -> set[Prefix]:
+        return {head for one in self.kept for head in self.heads(one.prefix)}
+
+    def keep(self, prefix: Prefix, key: str, until: int, most_pages: int) -> None:
+        before = [one for one in self.kept if one.key == key and (key or one.prefix == prefix)]
+        same = [one.until for one in before if one.prefix == prefix]
+        self.kept = [one for one in self.kept if one not in before]
+        self.kept.append(Kept(prefix, key, max([until, *same])))
+        while len(self.pinned()) > most_pages:
+            del self.kept[0]
+
+    def shorten_kept(self) -> None:
+        """Of what is gone the part that is left is kept; what has become one is one."""
+        for one in self.kept:
+            name, tokens = one.prefix
+            while tokens and (name, tokens) not in self.pages:
+                tokens = tokens[: -self.page_size]
+            one.prefix = (name, tokens)
+        latest: dict[tuple[str, Prefix], Kept] = {}
+        for one in self.kept:
+            if one.prefix[1]:
+                other = latest.pop((one.key, one.prefix), one)
+                one.until = max(one.until, other.until)
+                latest[one.key, one.prefix] = one
+        self.kept = list(latest.values())
 
 
 class Life:
@@ -117,13 +157,14 @@ class Life:
     def __init__(self, seed: int, page_size: int, policy: str, node_tokens: int) -> None:
         self.rng = random.Random(seed)
         self.allocator = PageAllocator(151 * page_size, page_size)
-        self.cache = RadixCache(self.allocator, policy, node_tokens)
+        self.cache = RadixCache(self.allocator, policy, node_tokens, MOST_PINNED * page_size)
         self.model = Model(page_size, policy)
         self.size = page_size
         self.readers: list[Reader] = []
         self.growths: list[Growth] = []  # newest last
         self.waiting = [self.prompt() for _ in range(8)]
         self.counts: Counter[str] = Counter()
+        self.time = 0
 
     def prompt(self) -> tuple[str, list[int], Place]:
         """New, or one that goes on where a cached prefix ends, be it a whole node or not."""
@@ -254,9 +295,37 @@ class Life:
             if gone is None:
                 assert freed == count
                 return
+            self.counts["pinned evicted"] += gone in self.model.pinned()
             del self.model.pages[gone]
+            self.model.shorten_kept()
         assert freed == wanted
         self.counts["evicted"] += freed
+
+    def pin(self) -> None:
+        """A part of what a reader has is to be kept."""
+        alive = [reader for reader in self.readers if not reader.lost]
+        if not alive:
+            return
+        reader = self.rng.choice(alive)
+        name, tokens = reader.prefix
+        most = min(len(tokens) // self.size, MOST_PINNED)
+        if not most:
+            return
+        count = self.rng.choice([most, self.rng.randint(1, most)]) * self.size
+        until = self.time + self.rng.choice([1, 8, 100])
+        key = self.rng.choice(["", "", "a", "b", "c"])
+        node = present(self.cache.above(reader.node, count))
+        self.cache.pins.keep(node, (name, key) if key else NO_KEY, until)
+        own = f"{name}/{key}" if key else ""
+        self.model.keep((name, tokens[:count]), own, until, MOST_PINNED)
+        self.counts["pinned"] += 1
+
+    def pass_time(self) -> None:
+        self.time += 1
+        self.cache.pins.expire(self.time)
+        before = len(self.model.kept)
+        self.model.kept = [one for one in self.model.kept if one.until > self.time]
+        self.counts["expired"] += before - len(self.model.kept)
 
     # What must hold
 
@@ -268,6 +337,7 @@ class Life:
         kept = {p.number for r in self.readers for p in r.pages if p.dropped}
         assert self.cache.evictable_tokens == (len(expected) - locked) * self.size
         assert self.cache.protected_tokens == (locked + len(kept)) * self.size
+        self.check_pins()
         free = [page for part in self.allocator.free_slices(50) for page in part]
         assert sorted([*free, *kept, *expected.values()]) == list(range(1, 151))
         for reader in self.readers:
@@ -277,6 +347,17 @@ class Life:
         for name, tokens, place in self.waiting if self.rng.random() < 0.1 else ():
             self.cache.tree.seek(place, name, array("i", tokens).tobytes(), len(tokens))
             assert place.tokens == len(self.model.longest(name, tokens, len(tokens))[1])
+
+    def check_pins(self) -> None:
+        pins = [(pin.node.end // self.size, pin.until_s) for pin in self.cache.pins]
+        assert pins == [(len(one.prefix[1]) // self.size, one.until) for one in self.model.kept]
+        for pin, one in zip(self.cache.pins, self.model.kept, strict=True):
+            numbers = [page.number for page in self.model.path(one.prefix)]
+            assert list(self.cache.pages(pin.node, 0, pin.node.end)) == numbers
+        assert self.cache.pins.tokens == len(self.model.pinned()) * self.size
+        for node in self.cache.tree.nodes():
+            ends = sum(pin.node is node for pin in self.cache.pins)
+            assert node.pins == ends + sum(child.pins > 0 for child in node.children.values())
 
     def _walk(self) -> dict[Prefix, int]:
         found: dict[Prefix, int] = {}
@@ -295,20 +376,29 @@ class Life:
 @pytest.mark.parametrize("node_pages", [3, 1000], ids=["small nodes", "large nodes"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("pins", [False, True], ids=["", "pins"])
 @pytest.mark.sampled(4)
-def test_random_lives_agree_with_the_model(policy: str, page_size: int, node_pages: int) -> None:
+def test_random_lives_agree_with_the_model(
+    policy: str, page_size: int, node_pages: int, pins: bool
+) -> None:
     life = Life(page_size, page_size, policy, node_pages * page_size)
     actions = [life.look, life.admit, life.grow, life.grow, life.grow, life.release, life.release]
     actions += [life.take_back, life.drop, life.evict]
+    if pins:
+        actions += [life.pin, life.pass_time, life.pass_time]
     for _ in range(1500):
         life.rng.choice(actions)()
         life.check()
     assert life.counts["evicted"] > 100
     assert life.counts["dropped"] > 20
     assert life.counts["taken back"] > 20
+    if pins:
+        assert life.counts["pinned evicted"] > 5
+        assert life.counts["expired"] > 5
     while life.readers:
         life.release()
         life.check()
     life.evict()
     life.cache.flush()
+    assert not len(life.cache.pins)
     assert life.allocator.free_pages == 150

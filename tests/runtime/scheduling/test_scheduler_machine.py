@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from runtime.config import SchedulerConfig
 from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
-from runtime.request import Finish, FinishReason
+from runtime.request import Finish, FinishReason, PromptPin
 from runtime.scheduling.policies import EVICTION_POLICIES, POLICIES
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.runtime.scheduling.naive_model import NaiveModel, expected_tokens
@@ -52,6 +52,18 @@ def script(request_id: str, index: int) -> int:
     return EOS if value % 60 == 0 else 100 + value % 50
 
 
+def random_pins(rng: random.Random, tokens: int) -> tuple[PromptPin, ...]:
+    """What a client wants to be kept of a prompt."""
+    return tuple(
+        PromptPin(
+            rng.choice([tokens, rng.randint(1, max(tokens, 1))]),
+            rng.choice([0.03, 0.3, 9.0]),
+            rng.choice(["", "", "one", "other"]),
+        )
+        for _ in range(rng.choice([0, 0, 1, 2]))
+    )
+
+
 def step_seconds(batch: ScheduleBatch) -> float:
     """Grows with the square of what a step computes, so that chunks are fitted to their history."""
     square = sum(
@@ -81,6 +93,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         disable_mixed_chunk=draw(st.sampled_from([False, False, True])),
         disable_radix_cache=draw(st.sampled_from([False, False, True])),
         eviction_policy=draw(st.sampled_from(tuple(EVICTION_POLICIES))),
+        pin_share=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
         schedule_policy=draw(st.sampled_from(tuple(POLICIES))),
         max_queue_skip_ms=draw(st.sampled_from([0.0, 50.0, 2000.0])),
         schedule_conservativeness=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
@@ -160,6 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             options["deadline_s"] = self.driver.now + 0.3
         if extra == "logprobs":
             options["prompt_logprobs"] = 0
+        options["pins"] = random_pins(random.Random(self.count), len(shared) + len(unique))
         choices = [
             request(
                 f"r{self.count + choice}",
@@ -318,6 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.flush() == idle
         if idle:
             assert self.scheduler.statistics().cached_tokens == 0
+            self.model.kept.clear()
         self.check()
 
     @rule(
@@ -326,9 +341,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         mixing=st.booleans(),
         conservativeness=st.sampled_from([0.0, 1.0]),
         share=st.sampled_from([0.0, 0.5]),
+        pins=st.sampled_from([0.0, 0.5, 0.5]),
     )
     def change_options(
-        self, policy: str, eviction: str, mixing: bool, conservativeness: float, share: float
+        self,
+        policy: str,
+        eviction: str,
+        mixing: bool,
+        conservativeness: float,
+        share: float,
+        pins: float,
     ) -> None:
         self.scheduler.change_options(
             schedule_policy=policy,
@@ -336,8 +358,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             disable_mixed_chunk=not mixing,
             schedule_conservativeness=conservativeness,
             prefill_share=share,
+            pin_share=pins,
         )
         self.model.mixing = mixing
+        self.model.pins_bounded()
+        self.check()
 
     def teardown(self) -> None:
         """Arrivals stop: everything ends, with the right tokens, and gives everything back."""
@@ -362,6 +387,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for name, life in self.model.lives.items()
             if life.request.row >= 0 and not life.request.finish
         }
+        self.model.planning(self.driver.now)
         plan = self.driver.plan(launches=launches)
         type(self).steps += 1
         self.model.planned(plan.batch, holders)
@@ -400,7 +426,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             output.device_s = step_seconds(batch)
             failed = [bad % len(batch.sampled)] if bad is not None and batch.sampled else []
             news = self.driver.commit(failed)
-            self.model.committed()
+            self.model.committed(failed, self.driver.now)
             if failed:
                 self.model.gave_no_number(set().union(*self.driver.void.values()))
             for output_of_one in news:
