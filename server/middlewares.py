@@ -157,7 +157,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise web.HTTPRequestTimeout(
                 text=f"the body did not arrive within {service.config.body_timeout:g} s"
             ) from None
-        await service.arrivals.begin(request.remote or "")
+        await service.entrance.begin(request.remote or "")
         return await _received(request, handler)
 
 

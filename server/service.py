@@ -18,9 +18,9 @@ from server.generation.generator import Generation, Generator
 from server.generation.metrics import Metrics
 from server.generation.params import ApiLimits, SamplingDefaults
 from server.generation.watchers import Watchers
-from server.http.arrivals import Arrivals
 from server.http.bodies import Bodies
 from server.http.connections import Connections
+from server.http.entrance import Entrance
 from server.observability.live import LiveView
 from server.observability.progress import Progress
 from server.observability.tracing import Tracing
@@ -93,7 +93,7 @@ class Service:
     spans: Spans | None
     connections: Connections
     bodies: Bodies
-    arrivals: Arrivals
+    entrance: Entrance
     source: ModelSource
     eos_token_ids: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
@@ -152,7 +152,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         spans=spans,
         connections=connections,
         bodies=bodies,
-        arrivals=Arrivals(),
+        entrance=Entrance(),
         source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,
     )

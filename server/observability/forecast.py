@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Rates:
     """How fast it has been going.
 
     Args:
@@ -49,7 +49,7 @@ class Waiting(NamedTuple):
 def expected_starts(
     waiting: Iterable[Waiting],
     holders: Sequence[Holder],
-    pace: Pace,
+    rates: Rates,
     *,
     free_rows: int,
     free_tokens: int,
@@ -61,14 +61,14 @@ def expected_starts(
     prefill_end = 0.0
     ends: list[tuple[float, int]] = []  # (when, KV tokens that it gives back)
     for one in holders:
-        prefill_end += one.prefill_left / pace.prompt_tokens_s
-        left = pace.left(one.output_tokens, one.max_new_tokens)
+        prefill_end += one.prefill_left / rates.prompt_tokens_s
+        left = rates.left(one.output_tokens, one.max_new_tokens)
         begins = prefill_end if one.prefill_left else 0.0
-        ends.append((begins + left * pace.step_s, one.kv_tokens))
+        ends.append((begins + left * rates.step_s, one.kv_tokens))
     heapify(ends)
     starts = []
     for request in waiting:
-        outputs = pace.left(0, request.max_new_tokens)
+        outputs = rates.left(0, request.max_new_tokens)
         need = round(request.prompt_tokens + outputs)
         start = prefill_end
         while ends and (ends[0][0] <= start or free_rows < 1 or free_tokens < need):
@@ -77,8 +77,8 @@ def expected_starts(
             free_rows += 1
             free_tokens += given_back
         starts.append(start)
-        prefill_end = start + request.prompt_tokens / pace.prompt_tokens_s
-        heappush(ends, (prefill_end + outputs * pace.step_s, need))
+        prefill_end = start + request.prompt_tokens / rates.prompt_tokens_s
+        heappush(ends, (prefill_end + outputs * rates.step_s, need))
         free_rows -= 1
         free_tokens -= need
     return starts

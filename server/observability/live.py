@@ -20,7 +20,7 @@ import orjson
 
 from runtime.errors import QueueFull
 from runtime.scheduling.statistics import RequestDebug
-from server.observability.forecast import Pace, Waiting, expected_starts
+from server.observability.forecast import Rates, Waiting, expected_starts
 from server.observability.latency_windows import LatencyWindow
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ MOST_REQUESTS = 32  # of each kind
 MOST_RUNS = 12
 FIRST_STEPS = 400  # that a watcher is shown of what was before it came
 MOST_STEPS = 256  # of a later sample
-PACE_STEPS = 100  # that the pace of late is taken from
+RATE_STEPS = 100  # that the pace of late is taken from
 
 
 class Watcher:
@@ -87,7 +87,7 @@ class LiveView:
         if len(self.watchers) >= MOST_WATCHERS:
             raise QueueFull(f"{MOST_WATCHERS} watch already, as many as may", retry_after_s=5.0)
         watcher = Watcher()
-        watcher.offer(Sampler(self._engine, FIRST_STEPS).sample(FIRST_STEPS))
+        watcher.offer(LiveSampler(self._engine, FIRST_STEPS).sample(FIRST_STEPS))
         self.watchers.add(watcher)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="live view")
@@ -107,7 +107,7 @@ class LiveView:
             self.leave(watcher)
 
     async def _run(self) -> None:
-        sampler = Sampler(self._engine)
+        sampler = LiveSampler(self._engine)
         since_s = 0.0
         try:
             while True:
@@ -125,7 +125,7 @@ class LiveView:
                 watcher.close()
 
 
-class Sampler:
+class LiveSampler:
     """Makes samples, each of what is new since the one before.
 
     Args: back: steps before now that count as new to the first one.
@@ -156,7 +156,7 @@ class Sampler:
         statistics = engine.scheduler.statistics()
         glance = engine.scheduler.glance(MOST_REQUESTS, MOST_RUNS)
         new = engine.records.total - self._seen
-        recent = engine.records.last(max(min(new, most_steps), PACE_STEPS) + 1)
+        recent = engine.records.last(max(min(new, most_steps), RATE_STEPS) + 1)
         figures = step_figures(recent)
         shown = min(new, most_steps, len(recent))
         sample = {
@@ -196,17 +196,17 @@ class Sampler:
         self, glance: Glance, now: SchedulerStatistics, figures: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Those that wait in the order of the queue, then those that run."""
-        pace = pace_of(figures, mean_output(self._engine))
+        rates = rates_of(figures, mean_output(self._engine))
         waiting = [
             Waiting(one.input_tokens + one.output_tokens, one.max_new_tokens)
             for one in glance.waiting
         ]
         starts: Sequence[float | None] = [None] * len(waiting)
-        if pace is not None:
+        if rates is not None:
             starts = expected_starts(
                 waiting,
                 glance.holders,
-                pace,
+                rates,
                 free_rows=now.free_rows,
                 free_tokens=now.free_tokens + now.evictable_tokens,
             )
@@ -278,14 +278,14 @@ def _note(record: StepRecord) -> str:
     return ", ".join(parts)
 
 
-def pace_of(figures: Sequence[dict[str, Any]], output_tokens: float | None) -> Pace | None:
+def rates_of(figures: Sequence[dict[str, Any]], output_tokens: float | None) -> Rates | None:
     """The pace of these steps; None: they computed no prompt or no decode row, or took no time."""
     tokens = sum(one["prefill_tokens"] for one in figures)
     prefill_ms = sum(one["step_ms"] + one["gap_ms"] for one in figures if one["prefill_tokens"])
     decoding = [one["step_ms"] + one["gap_ms"] for one in figures if one["decode_rows"]]
     if not tokens or prefill_ms <= 0 or not decoding:
         return None
-    return Pace(1e3 * tokens / prefill_ms, sum(decoding) / len(decoding) / 1e3, output_tokens)
+    return Rates(1e3 * tokens / prefill_ms, sum(decoding) / len(decoding) / 1e3, output_tokens)
 
 
 def _pool(now: SchedulerStatistics) -> dict[str, int]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from server.observability.forecast import Pace, Waiting, expected_starts
-from server.observability.live import PACE_STEPS, mean_output, pace_of, step_figures
+from server.observability.forecast import Rates, Waiting, expected_starts
+from server.observability.live import RATE_STEPS, mean_output, rates_of, step_figures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,20 +83,20 @@ class Progress:
         engine = self._engine
         glance = engine.scheduler.glance(MOST_REQUESTS, 0)
         moment = _Moment({one.request_id: place for place, one in enumerate(glance.waiting, 1)})
-        figures = step_figures(engine.records.last(PACE_STEPS + 1))
+        figures = step_figures(engine.records.last(RATE_STEPS + 1))
         output_tokens = mean_output(engine)
-        pace = pace_of(figures, output_tokens) or _pace_of_prompts(figures, output_tokens)
-        if pace is not None:
-            moment.expected = self._expected(glance, pace)
+        rates = rates_of(figures, output_tokens) or _rates_of_prompts(figures, output_tokens)
+        if rates is not None:
+            moment.expected = self._expected(glance, rates)
         return moment
 
-    def _expected(self, glance: Glance, pace: Pace) -> dict[str, float]:
+    def _expected(self, glance: Glance, rates: Rates) -> dict[str, float]:
         now = self._engine.scheduler.statistics()
         found: dict[str, float] = {}
         left = 0
         for one, holder in zip(glance.admitted, glance.holders, strict=False):
             left += holder.prefill_left
-            found[one.request_id] = left / pace.prompt_tokens_s
+            found[one.request_id] = left / rates.prompt_tokens_s
         waiting = [
             Waiting(one.input_tokens + one.output_tokens, one.max_new_tokens)
             for one in glance.waiting
@@ -104,16 +104,18 @@ class Progress:
         starts = expected_starts(
             waiting,
             glance.holders,
-            pace,
+            rates,
             free_rows=now.free_rows,
             free_tokens=now.free_tokens + now.evictable_tokens,
         )
         for one, prompt, start in zip(glance.waiting, waiting, starts, strict=True):
-            found[one.request_id] = start + prompt.prompt_tokens / pace.prompt_tokens_s
+            found[one.request_id] = start + prompt.prompt_tokens / rates.prompt_tokens_s
         return found
 
 
-def _pace_of_prompts(figures: Sequence[dict[str, Any]], output_tokens: float | None) -> Pace | None:
+def _rates_of_prompts(
+    figures: Sequence[dict[str, Any]], output_tokens: float | None
+) -> Rates | None:
     """The pace of steps in which nobody decodes, as a long prompt's may be: answers are taken to
     get a token in each. None: they computed no prompt."""
     steps = [one for one in figures if one["prefill_tokens"]]
@@ -121,4 +123,4 @@ def _pace_of_prompts(figures: Sequence[dict[str, Any]], output_tokens: float | N
     if not steps or seconds <= 0:
         return None
     tokens = sum(one["prefill_tokens"] for one in steps)
-    return Pace(tokens / seconds, seconds / len(steps), output_tokens)
+    return Rates(tokens / seconds, seconds / len(steps), output_tokens)

@@ -11,7 +11,7 @@ from server.service import PIECE, json_bytes
 
 @pytest.mark.parametrize("size", [2, PIECE, PIECE + 1, 5 * PIECE + 3])
 async def test_an_answer_of_any_size_is_whole_and_says_its_length(size):
-    body = b'"' + (b"the quick brown fox " * size)[: size - 2] + b'"'
+    body = b'"' + (b"the quick brown fox " * (size // 20 + 1))[: size - 2] + b'"'
 
     async def answer(request):
         return json_bytes(body)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
 from runtime.errors import InvalidRequest, missing, shown, wrong
-from server.api.fields.kinds import Kind, Limit, resolved
+from server.api.fields.kinds import Kind, ServerBound, resolved
 from server.api.fields.schema_words import maybe, ref
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Served(Generic[T]):
 
 @overload
 def served(
-    kind: Kind[T], meaning: str, *, default: T | Limit, names: tuple[str, ...] = ()
+    kind: Kind[T], meaning: str, *, default: T | ServerBound, names: tuple[str, ...] = ()
 ) -> Served[T]: ...
 @overload
 def served(kind: Kind[T], meaning: str, *, names: tuple[str, ...] = ()) -> Served[T | None]: ...
@@ -164,7 +164,7 @@ class Body:
     attributes: ClassVar[tuple[Served[Any], ...]]
     required: ClassVar[tuple[Served[Any], ...]]
     _defaults: ClassVar[Mapping[str, Any]]
-    _limits: ClassVar[Mapping[str, Limit]]
+    _limits: ClassVar[Mapping[str, ServerBound]]
 
     def __init_subclass__(cls) -> None:
         attributes: dict[str, Served[Any]] = {}
@@ -180,8 +180,8 @@ class Body:
         cls.declared = served_names | {k: v for k, v in unserved.items() if k not in served_names}
         cls.required = tuple(one for one in cls.attributes if one.default is REQUIRED)
         optional = {a: one.default for a, one in attributes.items() if one.default is not REQUIRED}
-        cls._defaults = {a: v for a, v in optional.items() if not isinstance(v, Limit)}
-        cls._limits = {a: v for a, v in optional.items() if isinstance(v, Limit)}
+        cls._defaults = {a: v for a, v in optional.items() if not isinstance(v, ServerBound)}
+        cls._limits = {a: v for a, v in optional.items() if isinstance(v, ServerBound)}
 
     def __init__(self, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Args: values: of the served fields, by attribute."""

@@ -15,9 +15,9 @@ from server.api.fields.kinds import (
     MAX_N,
     Boolean,
     Integer,
-    Limit,
     LogitBias,
     Number,
+    ServerBound,
     Text,
     Texts,
     TokenIds,
@@ -43,10 +43,10 @@ EXPRESSIONS = Texts(
 )
 
 
-def from_model(name: str, otherwise: str) -> Limit:
+def from_model(name: str, otherwise: str) -> ServerBound:
     """The default of a field that a model may set."""
     told = f"the model's, else {otherwise}"
-    return Limit(told, lambda limits: getattr(limits.defaults, name))
+    return ServerBound(told, lambda limits: getattr(limits.defaults, name))
 
 
 class ModelField(Body):

@@ -2,7 +2,7 @@
 
 `read` takes JSON as orjson made it and is strict: `true` is no number and 2.0 no integer. `allowed`
 is what error texts and the table of fields say; `schema` is what /openapi.json says. Each kind
-states its bounds once, for all three; a bound that the running server sets is a `Limit`.
+states its bounds once, for all three; a bound that the running server sets is a `ServerBound`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class ServerBound:
     """A value that the model or an option sets. Args: told: where no server runs."""
 
     told: str
@@ -35,16 +35,16 @@ class Limit:
         return self.told if limits is None else self.of(limits)
 
 
-Bound = float | Limit
-LAST_TOKEN_ID = Limit("the vocabulary's last", lambda limits: limits.vocab_size - 1)
-CONTEXT_LENGTH = Limit("the context length", lambda limits: limits.context_length)
-MAX_LOGPROBS = Limit("--max-logprobs", lambda limits: limits.max_logprobs)
-MAX_N = Limit("--max-n", lambda limits: limits.max_n)
+Bound = float | ServerBound
+LAST_TOKEN_ID = ServerBound("the vocabulary's last", lambda limits: limits.vocab_size - 1)
+CONTEXT_LENGTH = ServerBound("the context length", lambda limits: limits.context_length)
+MAX_LOGPROBS = ServerBound("--max-logprobs", lambda limits: limits.max_logprobs)
+MAX_N = ServerBound("--max-n", lambda limits: limits.max_n)
 
 
 def resolved(value: Any, limits: ApiLimits | None) -> Any:
     """A bound or default: itself, or what the server at hand has for it."""
-    return value.resolved(limits) if isinstance(value, Limit) else value
+    return value.resolved(limits) if isinstance(value, ServerBound) else value
 
 
 _PLACE = re.compile(r"\[\d+\]")
@@ -98,7 +98,7 @@ class Plain(Kind[T]):
     Args:
         told: what is allowed; {minimum} and the like stand for the schema's bounds.
         made: makes the value that the body then has of one that is allowed.
-        schema: its words, of those in `_TESTS`; a bound may be a `Limit`.
+        schema: its words, of those in `_TESTS`; a bound may be a `ServerBound`.
     """
 
     def __init__(self, told: str, made: Callable[[Any], T] | None = None, **schema: Any) -> None:
@@ -145,7 +145,7 @@ def Boolean() -> Kind[bool]:
     return Plain("true or false", type="boolean")
 
 
-def Integer(low: int, high: int | Limit | None = None) -> Kind[int]:
+def Integer(low: int, high: int | ServerBound | None = None) -> Kind[int]:
     if high is None:
         return Plain("an integer of at least {minimum}", type="integer", minimum=low)
     told = "an integer between {minimum} and {maximum}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from runtime.scheduling.glance import Holder
-from server.observability.forecast import Pace, Waiting, expected_starts
+from server.observability.forecast import Rates, Waiting, expected_starts
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
-PACE = Pace(prompt_tokens_s=100.0, step_s=0.1, output_tokens=None)
+PACE = Rates(prompt_tokens_s=100.0, step_s=0.1, output_tokens=None)
 
 
 def test_prompts_wait_for_those_before_them():
@@ -43,8 +43,8 @@ def test_kv_comes_free_in_the_order_of_the_ends():
 
 
 def test_answers_are_expected_to_be_as_long_as_they_were():
-    pace = Pace(100.0, 0.1, output_tokens=20.0)
-    assert [pace.left(0, 500), pace.left(15, 500), pace.left(0, 8), pace.left(60, 500)] == [
+    rates = Rates(100.0, 0.1, output_tokens=20.0)
+    assert [rates.left(0, 500), rates.left(15, 500), rates.left(0, 8), rates.left(60, 500)] == [
         *(20.0, 5.0, 8.0, 20.0)
     ]
 
@@ -61,7 +61,7 @@ def test_the_forecast_is_what_happens():
     expected = expected_starts(
         [Waiting(one.input_tokens, one.max_new_tokens) for one in waiting.waiting],
         waiting.holders,
-        Pace(8 / 0.01, 0.01, None),
+        Rates(8 / 0.01, 0.01, None),
         free_rows=now.free_rows,
         free_tokens=now.free_tokens,
     )

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 A_TURN = 16
 
 
-class Arrivals:
+class Entrance:
     """Requests whose bodies have come, on their way to their handlers."""
 
     def __init__(self) -> None:
