@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 SCHEDULING = "runtime/scheduling"
 TESTS = "tests/runtime/scheduling"
+EXECUTION = "runtime/execution"
+EXECUTION_TESTS = "tests/runtime/execution"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,22 @@ AREAS = {
         "tests/ops/gpu/test_triton_sampling.py",
         "tests/ops/gpu/test_triton_attention_faults.py",
     ),
+    "gpu": (
+        f"{EXECUTION_TESTS}/test_device.py",
+        f"{EXECUTION_TESTS}/test_cuda_recorder.py",
+        f"{EXECUTION_TESTS}/test_forward_batch.py",
+        f"{EXECUTION_TESTS}/test_queue_order.py",
+        f"{EXECUTION_TESTS}/test_step_times.py",
+        f"{EXECUTION_TESTS}/test_kv_sizing.py",
+        f"{EXECUTION_TESTS}/test_cuda_graph_runner.py",
+        "tests/ops/gpu/test_warm_up_covers.py",
+        "tests/ops/gpu/test_triton_sources.py",
+        "tests/ops/gpu/test_triton_attention_faults.py",
+    ),
 }
+
+# Areas whose slow tests look as well: a compiler, or an interpreter, takes seconds.
+SLOW_TOO = ("gpu",)
 
 
 def _planted(area: str, file: str, *changes: tuple[str, str]) -> list[Plant]:
@@ -456,5 +473,99 @@ PLANTS = [
         "ops/gpu/sampling.py",
         ("((word >> (token % 32)) & 1) == 0", "((word >> (token % 31)) & 1) == 0"),
         ('(tl.max(broken, 0) > 0) | (top == float("-inf"))', '(top == float("-inf"))'),
+    ),
+    *_planted(
+        "gpu",
+        f"{EXECUTION}/forward_batch.py",
+        (
+            "logit_tokens, sampled_rows, sample_positions, *others = placed",
+            "logit_tokens, sample_positions, sampled_rows, *others = placed",
+        ),
+        (
+            "SampledRows(rows_d.long(), kv_lens_d.long())",
+            "SampledRows(kv_lens_d.long(), rows_d.long())",
+        ),
+        (
+            "memory.next_tokens.index_select(0, rows[batch.num_prefill :].long())",
+            "memory.next_tokens.index_select(0, rows[: len(rows) - batch.num_prefill].long())",
+        ),
+        ("self._fences[which].synchronize()", "pass"),
+        ("self._next = 1 - which", "self._next = which"),
+        ("torch.int32, pin_memory=self._device.pinned)", "torch.int32)"),
+    ),
+    *_planted(
+        "gpu",
+        f"{EXECUTION}/launchers.py",
+        (
+            "with torch.inference_mode(), self._device.on(self._stream):",
+            "with torch.inference_mode():",
+        ),
+    ),
+    *_planted(
+        "gpu",
+        f"{EXECUTION}/model_runner.py",
+        (
+            """            self._sampled.to_host(runner.device)
+        if self._prompt is not None:
+            self._prompt = self._prompt.to_host(runner.device)
+        self._fences[3].record()
+""",
+            """            self._fences[3].record()
+            self._sampled.to_host(runner.device)
+        if self._prompt is not None:
+            self._prompt = self._prompt.to_host(runner.device)
+""",
+        ),
+    ),
+    *_planted(
+        "gpu",
+        f"{EXECUTION}/device.py",
+        ("host = host.pin_memory()", "pass"),
+        ("dtype=tensor.dtype, pin_memory=self.pinned)", "dtype=tensor.dtype)"),
+        ("stream.wait_stream(torch.cuda.current_stream(self.torch_device))", "pass"),
+        ("int(total * config.mem_fraction_static)", "int(total)"),
+    ),
+    *_planted(
+        "gpu",
+        f"{EXECUTION}/cuda_graph_runner.py",
+        (
+            "            for _ in range(_WARM_UPS):\n                step()",
+            "            pass",
+        ),
+        ("self.rows[count:size].zero_()", "pass"),
+        ("self.kv_lens[count:size].fill_(1)", "pass"),
+    ),
+    *_planted(
+        "gpu",
+        f"{EXECUTION}/warm_up.py",
+        ("_LENGTHS = (256, 2, 1)", "_LENGTHS = (256,)"),
+    ),
+    *_planted(
+        "gpu",
+        "ops/gpu/library.py",
+        ("optin >= _LARGE_SHARED_BYTES", "optin >= 0"),
+    ),
+    *_planted(
+        "gpu",
+        "ops/gpu/decode_attention.py",
+        ('@step_kernel("rows", "kv_lens", "max_splits")', '@step_kernel("rows", "kv_lens")'),
+        ('tl.dot(k, q_tile, input_precision="ieee")', "tl.dot(k, q_tile)"),
+        (
+            "base_2_scores(scores, scale, cap, HAS_CAP)",
+            "base_2_scores(scores, scale, cap, HAS_CAP and not HAS_WINDOW)",
+        ),
+    ),
+    *_planted(
+        "gpu",
+        "ops/gpu/extend_attention.py",
+        (
+            "PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_CAP,",
+            "PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_CAP and not HAS_WINDOW,",
+        ),
+    ),
+    *_planted(
+        "gpu",
+        "ops/gpu/store_kv.py",
+        ('@step_kernel("slots")', "@step_kernel()"),
     ),
 ]

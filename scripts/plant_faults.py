@@ -6,8 +6,9 @@
     scripts/plant_faults.py --only 12 57          those with these numbers
     scripts/plant_faults.py --check               only looks whether each can still be planted
 
-For each mistake the fast tests of its area run until the first that fails, but for those that fail
-without a mistake as well. The exit status is 1 where one was not noticed.
+For each mistake the fast tests of its area (of some areas the slow ones too) run until the first
+that fails, but for those that fail without a mistake as well. The exit status is 1 where one was
+not noticed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts._planted_faults import AREAS, PLANTS, Plant
+from scripts._planted_faults import AREAS, PLANTS, SLOW_TOO, Plant
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("server", "runtime", "ops", "tests", "scripts", "pyproject.toml", "README.md", "docs")
@@ -49,16 +50,20 @@ def noticed(tree: Path, plant: Plant, ignored: Sequence[str]) -> str | None:
     right = path.read_text()
     path.write_text(right.replace(plant.old, plant.new))
     try:
-        found = failures(
-            tree, [*AREAS[plant.area], "-x", *(f"--deselect={one}" for one in ignored)]
-        )
+        options = ["-x", *(f"--deselect={one}" for one in ignored)]
+        found = failures(tree, [*arguments_of(plant.area), *options])
         return found[0] if found else None
     finally:
         path.write_text(right)
 
 
+def arguments_of(area: str) -> list[str]:
+    """Which tests pytest is to run for an area."""
+    return [*AREAS[area], *(() if area in SLOW_TOO else ("-m", "not slow"))]
+
+
 def failures(tree: Path, arguments: Sequence[str]) -> list[str]:
-    """The fast tests that fail."""
+    """The tests that fail."""
     output = tree / "output.txt"
     process = multiprocessing.get_context("fork").Process(
         target=_run_tests, args=(tree, arguments, output)
@@ -91,8 +96,6 @@ def _run_tests(tree: Path, arguments: Sequence[str], output: Path) -> None:
         "-q",
         "-W",
         "ignore::pytest.PytestAssertRewriteWarning",
-        "-m",
-        "not slow",
         "-p",
         "no:cacheprovider",
     ]
@@ -133,7 +136,9 @@ def main() -> int:
                 shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, tree / name)
-        fail_anyway = {area: failures(tree, AREAS[area]) for area in {p.area for _, p in chosen}}
+        fail_anyway = {
+            area: failures(tree, arguments_of(area)) for area in {p.area for _, p in chosen}
+        }
         for number, plant in chosen:
             started = time.perf_counter()
             found = noticed(tree, plant, fail_anyway[plant.area])

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.gpu.extend_attention import capped, key_slots
-from ops.gpu.library import Tile, has_large_shared_memory, register, step_kernel
+from ops.gpu.extend_attention import base_2_scores, key_slots, score_factors
+from ops.gpu.library import Chip, Tile, chip_of, register, step_kernel
 
 if TYPE_CHECKING:
     from ops.op_set import AttentionBatch, AttentionSpec
@@ -65,7 +65,7 @@ def _split_of(position):
 @step_kernel("rows", "kv_lens", "max_splits")
 def _split_kernel(
     q, k_pool, v_pool, parts, part_lse, block_table, rows, kv_lens,
-    scale, soft_cap, window,
+    scale, cap, window,
     q_stride_t, q_stride_h, k_stride, k_stride_h, v_stride, v_stride_h, table_stride,
     heads, max_splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -112,7 +112,7 @@ def _split_kernel(
                 other=0.0,
             )  # [BLOCK_N, BLOCK_D]
             scores = tl.dot(k, q_tile, input_precision="ieee")  # [BLOCK_N, BLOCK_G]
-            scores = capped(scores, scale, soft_cap, HAS_CAP)
+            scores = base_2_scores(scores, scale, cap, HAS_CAP)
             scores = tl.where(seen[:, None], scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 0))
             weights = tl.exp2(scores - new_maximum[None, :])
@@ -179,13 +179,13 @@ def _merge_kernel(
     )
 
 
-def decode_tile(head_dim: int, itemsize: int, *, large_shared: bool) -> Tile:
+def decode_tile(head_dim: int, itemsize: int, *, chip: Chip) -> Tile:
     """The compiled shape for a head dimension; block_m is not used."""
     if itemsize == 4:
         return Tile(0, 32, 4, 1)
     if head_dim > 128:
-        return Tile(0, 64, 8, 2 if large_shared else 1)
-    return Tile(0, 64, 4, 3 if large_shared else 2)
+        return Tile(0, 64, 8, 2 if chip.large_shared else 1)
+    return Tile(0, 64, 4, 3 if chip.large_shared else 2)
 
 
 def _decode(
@@ -203,10 +203,11 @@ def _decode(
     out = torch.empty((num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
     parts = torch.empty((num_rows, heads, splits, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((num_rows, heads, splits), dtype=torch.float32, device=q.device)
-    tile = decode_tile(head_dim, q.element_size(), large_shared=has_large_shared_memory(q))
+    tile = decode_tile(head_dim, q.element_size(), chip=chip_of(q))
     block_d = triton.next_power_of_2(head_dim)
     _split_kernel[(num_rows, head_blocks, stride)](
-        q, k_pool, v_pool, parts, part_lse, block_table, rows, kv_lens, scale, soft_cap, window,
+        q, k_pool, v_pool, parts, part_lse, block_table, rows, kv_lens,
+        *score_factors(scale, soft_cap), window,
         q.stride(0), q.stride(1), k_pool.stride(0), k_pool.stride(1),
         v_pool.stride(0), v_pool.stride(1), block_table.stride(0), heads, splits,
         GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, PAGE_SIZE=page_size,

@@ -23,19 +23,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.gpu.library import Tile, has_large_shared_memory, register, step_kernel
+from ops.gpu.library import Chip, Tile, chip_of, register, step_kernel
 
 if TYPE_CHECKING:
     from ops.op_set import AttentionBatch, AttentionSpec
 
 
+LOG2_E = 1.4426950408889634
+
+
+def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
+    """What `base_2_scores` takes: without a cap scale * log2(e) and nothing, with one the factor
+    under its tanh and the one behind it."""
+    if soft_cap > 0:
+        return 2 * LOG2_E * scale / soft_cap, LOG2_E * soft_cap
+    return LOG2_E * scale, 0.0
+
+
 @triton.jit
-def capped(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
-    """Scores in base 2: cap(q.k * scale) * log2(e). tanh through exp stays in [-1, 1]."""
-    scores = scores * scale
+def base_2_scores(products, scale, cap, HAS_CAP: tl.constexpr):
+    """Scores whose power of 2 is the weight: cap(q.k * scale) * log2(e), all factors in one.
+    tanh through exp2 stays in [-1, 1]."""
+    scores = products * scale
     if HAS_CAP:
-        scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / soft_cap) + 1.0))
-    return scores * 1.4426950408889634
+        scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
+    return scores
 
 
 @triton.jit
@@ -62,7 +74,7 @@ def _row_of_tile(qo_indptr, num_rows, tile, GROUP: tl.constexpr, BLOCK_M: tl.con
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, k_head, v_head, table_row, begin, end, at, first_at, last_at,
-    scale, soft_cap, window, k_stride, v_stride,
+    scale, cap, window, k_stride, v_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +103,7 @@ def _attend(
         else:
             k = tl.load(k_at)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        scores = capped(scores, scale, soft_cap, HAS_CAP)
+        scores = base_2_scores(scores, scale, cap, HAS_CAP)
         if MASKED:
             seen = needed[None, :] & (key_at[None, :] <= at[:, None])
             if HAS_WINDOW:
@@ -116,7 +128,7 @@ def _attend(
 @step_kernel("rows", "qo_indptr", "kv_lens", "num_rows")
 def _extend_kernel(
     q, k_pool, v_pool, out, block_table, rows, qo_indptr, kv_lens, sinks, num_rows,
-    scale, soft_cap, window,
+    scale, cap, window,
     q_stride_t, q_stride_h, k_stride, k_stride_h, v_stride, v_stride_h, out_stride_t, out_stride_h,
     table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -169,12 +181,12 @@ def _extend_kernel(
         masked_from = (first_at + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q_tile, k_head, v_head, table_row, 0, masked_from, at,
-            first_at, last_at, scale, soft_cap, window, k_stride, v_stride,
+            first_at, last_at, scale, cap, window, k_stride, v_stride,
             HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, False, False, HAS_CAP,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q_tile, k_head, v_head, table_row, masked_from, last_at + 1, at,
-        first_at, last_at, scale, soft_cap, window, k_stride, v_stride,
+        first_at, last_at, scale, cap, window, k_stride, v_stride,
         HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_CAP,
     )  # fmt: skip
     # A query always sees its own key, so no sum is zero.
@@ -186,22 +198,26 @@ def _extend_kernel(
     )
 
 
-def extend_tile(head_dim: int, itemsize: int, *, short: bool, large_shared: bool) -> Tile:
-    """The compiled shape for a head dimension.
+def extend_tile(head_dim: int, itemsize: int, *, short: bool, chip: Chip) -> Tile:
+    """The compiled shape for a head dimension. Where operands stand in registers the larger tiles
+    would spill (compiled for sm_80, 86, 89 and 120).
 
     Args:
         itemsize: bytes of an element of q and the pools.
         short: no row has more than 64 (token, head) pairs, as in a step of decode rows.
-        large_shared: see `has_large_shared_memory`.
     """
     wide = head_dim > 128
     if itemsize == 4:  # float32 has no tensor cores: it is for tests and for precision
         return Tile(16 if wide else 32, 32, 8, 1)
+    if chip.warpgroups:
+        if short:
+            return Tile(64, 32 if wide else 64, 4, 2)
+        return Tile(128, 32 if wide else 64, 8, 3)
     if short:
-        return Tile(64, 32 if wide else 64, 4, 2)
+        return Tile(32, 32 if wide else 64, 4, 2)
     if wide:
-        return Tile(128, 32, 8, 3) if large_shared else Tile(64, 32, 4, 1)
-    return Tile(128, 64, 8, 3 if large_shared else 2)
+        return Tile(64, 32, 4, 1) if chip.amd else Tile(64, 32, 8, 2)
+    return Tile(128, 64 if head_dim <= 64 else 32, 8, 2)
 
 
 def _extend(
@@ -217,13 +233,13 @@ def _extend(
         head_dim,
         q.element_size(),
         short=max_q_len * group <= 64,
-        large_shared=has_large_shared_memory(q),
+        chip=chip_of(q),
     )
     num_rows = rows.shape[0]
     grid = (tokens * group // tile.block_m + num_rows, kv_heads)
     _extend_kernel[grid](
         q, k_pool, v_pool, out, block_table, rows, qo_indptr, kv_lens, sinks, num_rows,
-        scale, soft_cap, window,
+        *score_factors(scale, soft_cap), window,
         q.stride(0), q.stride(1), k_pool.stride(0), k_pool.stride(1),
         v_pool.stride(0), v_pool.stride(1), out.stride(0), out.stride(1), block_table.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),

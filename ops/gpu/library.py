@@ -26,9 +26,26 @@ NAMESPACE = "loomserve"
 _SIZES = ("num_rows", "max_splits")  # the per-step arguments that are ints
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
-# Shared memory of a block from which the deep pipelines fit: A100 (164 KiB), H100, B200. Below it
-# are consumer cards (100 KiB) and AMD (64 KiB).
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What tiles are chosen by.
+
+    Args:
+        large_shared: a block may have 160 KiB of shared memory, so that deep pipelines fit (A100,
+            H100, B200). Consumer cards have 100 KiB, AMD 64.
+        warpgroups: products are computed by groups of four warps from shared memory (H100, B200);
+            elsewhere their operands stand in registers, and a tile of 128 x 64 spills.
+        amd: 64 KiB are all.
+    """
+
+    large_shared: bool = False
+    warpgroups: bool = False
+    amd: bool = False
+
+
 _LARGE_SHARED_BYTES = 160 * 1024
+_WARPGROUP_CAPABILITIES = (9, 10)  # 12, consumer cards with a B200's name, have none
 
 
 def step_kernel(*per_step: str) -> Callable[[Any], Any]:
@@ -73,12 +90,17 @@ def register(
 
 
 @cache
-def _large_shared_memory(index: int) -> bool:
+def _chip(index: int) -> Chip:
     properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return Chip(amd=True)
     optin = int(getattr(properties, "shared_memory_per_block_optin", 0))
-    return torch.version.hip is None and optin >= _LARGE_SHARED_BYTES
+    return Chip(
+        large_shared=optin >= _LARGE_SHARED_BYTES,
+        warpgroups=properties.major in _WARPGROUP_CAPABILITIES,
+    )
 
 
-def has_large_shared_memory(x: Tensor) -> bool:
-    """Whether kernels on x's device may use tiles that need more than 96 KiB of shared memory."""
-    return x.is_cuda and _large_shared_memory(x.device.index or 0)
+def chip_of(x: Tensor) -> Chip:
+    """The chip that kernels on x run on."""
+    return _chip(x.device.index or 0) if x.is_cuda else Chip()

@@ -2,11 +2,16 @@
 
 The ops are called on CPU tensors with the launch replaced by a recorder, so what is compiled is
 what the op would launch: types, constants, divisibility, warps and stages. Run as a script it
-compiles the launches of the cases named, or of one part of all of them, for every target, and
+compiles the launches of the cases named, or of one part of all of them, for their targets, and
 prints one JSON line per kernel and target:
 
     python tests/ops/gpu/aot.py extend_d128_g4 decode_d128_g4
     python tests/ops/gpu/aot.py 0/2
+
+or what the launches of steps of several sizes and alignments are specialized on, and whether their
+float32 products may be rounded, without compiling any of them to the end:
+
+    python tests/ops/gpu/aot.py sources
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +35,9 @@ from unittest.mock import Mock, patch
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
 from ops.gpu import (
@@ -42,16 +49,29 @@ from ops.gpu import (
     sampling,
     store_kv,
 )
+from ops.gpu.library import Chip
 from ops.op_set import AttentionBatch, AttentionSpec, Penalties, SamplingTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "sm_80": GPUTarget("cuda", 80, 32),  # A100
+    "sm_86": GPUTarget("cuda", 86, 32),  # RTX 30, A10, A40
+    "sm_89": GPUTarget("cuda", 89, 32),  # RTX 40, L4, L40S
+    "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
+    "sm_100": GPUTarget("cuda", 100, 32),  # B200
+    "sm_120": GPUTarget("cuda", 120, 32),  # RTX 50
+    "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
+}
+# Each case is compiled for Hopper and for one of either kind, in turn: chips of one kind get the
+# same tiles, and a compilation takes seconds.
+DATACENTRE, CONSUMER = ("sm_80", "sm_100", "gfx942"), ("sm_86", "sm_89", "sm_120")
+CHIPS = {
+    "sm_80": Chip(large_shared=True),
+    "sm_90": Chip(large_shared=True, warpgroups=True),
+    "sm_100": Chip(large_shared=True, warpgroups=True),
+    "gfx942": Chip(amd=True),
 }
 POINTERS = {
     torch.float32: "*fp32",
@@ -79,6 +99,7 @@ class Compiled:
     wgmma: bool
     approximate_log: bool
     copy_bytes: list[int]
+    tf32: bool
 
 
 @dataclass(frozen=True)
@@ -171,7 +192,22 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         wgmma="wgmma" in ptx,
         approximate_log="lg2.approx" in ptx,
         copy_bytes=sorted({int(width, 16) for width in _COPIES.findall(ptx)}),
+        tf32="tf32" in ptx,
     )
+
+
+def rounds_products(launch: Launch, target: str = "sm_90") -> bool:
+    """Whether a product of float32 may be rounded to tf32, by the first of the compiler's forms."""
+    context = ir.context()
+    ir.load_dialects(context)
+    backend = make_backend(TARGETS[target])
+    backend.load_dialects(context)
+    options = backend.parse_options(dict(launch.options))
+    codegen = backend.get_codegen_implementation(options)
+    module = source_of(launch).make_ir(
+        TARGETS[target], options, codegen, backend.get_module_map(), context
+    )
+    return "tf32" in str(module)
 
 
 def _attention(
@@ -260,18 +296,77 @@ CASES: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
+def _steps(rows: int, offset: int) -> Iterator[Callable[[], Any]]:
+    """Every op of a step of so many rows, whose inputs begin `offset` elements into the step's one
+    upload. What is not a step's own is the same each time."""
+
+    def ints(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(offset + count, dtype=dtype)[offset:]
+
+    def floats(count: int) -> torch.Tensor:
+        return torch.ones(offset + count)[offset:]
+
+    k_pool, v_pool = torch.empty(2, 64 * 16, 2, 64)
+    q, k, v = torch.empty(rows, 8, 64).split((4, 2, 2), dim=1)
+    longs = partial(ints, dtype=torch.int64)
+    for op in (_EXTEND, _DECODE):
+        batch = AttentionBatch(
+            torch.zeros(16, 64, dtype=torch.int32), ints(rows), ints(rows + 1), ints(rows),
+            page_size=16, max_q_len=1, max_kv_len=37 * rows,
+        )  # fmt: skip
+        yield partial(op, q, k_pool, v_pool, batch, AttentionSpec(0.125))
+    yield partial(store_kv.store_kv, k, v, k_pool, v_pool, longs(rows))
+    yield partial(rotary.rotary, q, k, longs(rows), torch.empty(8, 64), interleaved=False)
+    yield partial(rms_norm.rms_norm, q, torch.ones(64), 1e-5)
+    yield partial(activation.silu_and_mul, torch.empty(rows, 128))
+    s = SamplingTensors(
+        floats(rows), ints(rows), floats(rows), floats(rows), longs(rows), longs(rows), False, True,
+        bias=(longs(rows), longs(rows), floats(rows)), banned=(longs(rows), longs(rows)),
+        mask_rows=longs(rows), mask_bits=ints(32 * rows).view(rows, 32),
+        penalties=Penalties(
+            ints(rows), floats(rows), floats(rows), floats(rows),
+            torch.zeros(8, 1000, dtype=torch.bool), torch.zeros(8, 1000, dtype=torch.int32),
+        ),
+    )  # fmt: skip
+    yield partial(sampling.sample, torch.empty(rows, 1000), s)
+
+
+# Rows and offset: one row, as many as a multiple of 16, neither; aligned to 16 bytes and not.
+STEPS = ((1, 0), (16, 4), (17, 1), (3, 3))
+
+
+def print_sources() -> None:
+    for rows, offset in STEPS:
+        for call in _steps(rows, offset):
+            for launch in record_launches(call):
+                source = source_of(launch)
+                told = {
+                    "step": [rows, offset],
+                    "kernel": launch.function.__name__,
+                    "specialized_on": repr((source.signature, source.constants, source.attrs)),
+                    "tf32": rows == 1 and rounds_products(launch),
+                }
+                print(json.dumps(told), flush=True)
+
+
+def targets_of(case: str) -> list[str]:
+    turn = list(CASES).index(case)
+    return ["sm_90", DATACENTRE[turn % 3], CONSUMER[turn // 2 % 3]]
+
+
 def main(arguments: list[str]) -> None:
+    if arguments == ["sources"]:
+        return print_sources()
     cases = arguments
     if "/" in arguments[0]:
         part, parts = map(int, arguments[0].split("/"))
         cases = list(CASES)[part::parts]
     for case in cases:
-        for target in TARGETS:
-            # Tiles are chosen by the device: consumer and AMD chips have less shared memory.
-            large = Mock(return_value=not target.startswith("gfx"))
+        for target in targets_of(case):
+            chip = Mock(return_value=CHIPS.get(target, Chip()))
             with (
-                patch.object(extend_attention, "has_large_shared_memory", large),
-                patch.object(decode_attention, "has_large_shared_memory", large),
+                patch.object(extend_attention, "chip_of", chip),
+                patch.object(decode_attention, "chip_of", chip),
             ):
                 launches = record_launches(CASES[case])
             for launch in launches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -165,3 +165,18 @@ def test_table_entries_past_a_row_are_not_followed(op) -> None:
         table[row, kv_len:] = 2**30
     got = op(*replace(problem, batch=replace(problem.batch, block_table=table)).arguments())
     assert relative_error(got, reference_attention(*problem.arguments())) <= 1e-5
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_window_soft_cap_and_sinks_hold_together(group: int) -> None:
+    """One that is dropped where another is on shows in no test of each alone: a soft cap in the
+    sliding layers (Gemma 2)."""
+    options: dict[str, Any] = {"window": 19, "soft_cap": 2.0, "sinks": True, "kv_heads": 1}
+    options |= {"head_dim": HEAD_DIM, "group": group}
+    for op, rows in (
+        (extend_attention, [(40, 20), (17, 1), (0, 5)]),
+        (decode_attention, [(150, 1), (17, 1), (0, 1)]),
+    ):
+        problem = paged_problem(rows, **options)
+        expected = reference_attention(*problem.arguments())
+        assert relative_error(op(*problem.arguments()), expected) <= 1e-5
