@@ -58,8 +58,10 @@ class AttentionBatch:
         kv_lens: [B] int32, keys of each row, the new tokens included. The i-th of a row's n new
             tokens stands at position kv_len - n + i.
         page_size: tokens of a page.
-        max_q_len: the largest number of new tokens of a row (host-known).
+        max_q_len: an upper bound of the number of new tokens of a row (host-known).
         max_kv_len: an upper bound of kv_lens (host-known).
+        decode: None, or rows of one new token each that `mixed_attention` attends to apart; see
+            there where their tokens stand.
     """
 
     block_table: Tensor
@@ -69,6 +71,7 @@ class AttentionBatch:
     page_size: int
     max_q_len: int
     max_kv_len: int
+    decode: AttentionBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,20 @@ class OpSet(Protocol):
         self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> Tensor:
         """`extend_attention` for a step in which every row has exactly one new token (T = B)."""
+        ...
+
+    def mixed_attention(
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        """Both for one step: `decode_attention` of batch.decode's rows, whose tokens are the first
+        of the step, and `extend_attention` of the other rows, whose tokens are those from
+        qo_indptr[0] to qo_indptr[-1].
+
+        A decode row gets what `decode_attention` alone would give it, to the bit. The two may
+        overlap: a token of the other rows is theirs, so that the number of decode rows can be
+        fixed when a step is captured, and padded. Tokens behind qo_indptr[-1], which are padding
+        too, get something finite.
+        """
         ...
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ops.blocks.dense_mlp import act_and_mul
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ops.decoder import CompiledDecoder, DecoderModel
     from ops.op_set import AttentionBatch, AttentionSpec, Expert, Routing, SamplingTensors
@@ -99,6 +99,23 @@ def extend_attention(
         # A masked key has weight 0, but 0 * NaN is NaN: what is masked must not be read at all.
         values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)
         out[lo:hi] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+    return out
+
+
+def mixed_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    attend: Callable[..., Tensor] = extend_attention,
+) -> Tensor:
+    """attend: of either kind of rows."""
+    assert batch.decode is not None
+    decoding, first, last = batch.decode.rows.shape[0], *batch.qo_indptr[[0, -1]].tolist()
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out[:decoding] = attend(q[:decoding], k_pool, v_pool, batch.decode, spec)
+    out[first:last] = attend(q, k_pool, v_pool, batch, spec)[first:last]
     return out
 
 
@@ -271,6 +288,7 @@ class ReferenceOps:
     store_kv = staticmethod(store_kv)
     extend_attention = staticmethod(extend_attention)
     decode_attention = staticmethod(extend_attention)
+    mixed_attention = staticmethod(mixed_attention)
     silu_and_mul = staticmethod(silu_and_mul)
     gelu_and_mul = staticmethod(gelu_and_mul)
     clamped_silu_and_mul = staticmethod(clamped_silu_and_mul)

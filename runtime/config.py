@@ -260,9 +260,14 @@ class RunnerConfig:
     )
     cpu_pinning: bool = option(False, "bind the CPU kernels' threads to cores")
     cuda_graph_max_bs: int = option(
-        256, "largest decode batch replayed as a CUDA graph; 0: none", at_least=0
+        256, "rows of the largest step replayed as a CUDA graph; 0: none", at_least=0
     )
-    disable_cuda_graph: bool = option(False, "run decode steps eagerly")
+    cuda_graph_max_tokens: int = option(
+        1024,
+        "tokens of the largest step with prompts replayed as a CUDA graph; 0: none",
+        at_least=0,
+    )
+    disable_cuda_graph: bool = option(False, "replay no step as a CUDA graph")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -9,9 +9,11 @@ import torch
 
 from ops.decoder import DecoderModel
 from ops.reference import ReferenceOps
-from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
+from runtime.execution.cuda_graph_runner import CudaRecorder, graph_sizes
 from runtime.execution.device import Device
+from runtime.execution.graph_capture import GraphPlan, capture_graphs
 from runtime.execution.kv_pool import bytes_per_token
+from runtime.execution.mixed_graph_runner import mixed_shapes
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.models.decoder import Decoder
 from runtime.models.registry import read_family
@@ -176,7 +178,7 @@ def pool_tokens(device: Device, model: Model, wanted: int) -> int:
 
 
 def open_runner(device: Device, model: Model, *, rows: int, tokens: int) -> ModelRunner:
-    """A runner whose decode steps of up to `rows` rows are captured."""
+    """A runner whose steps of up to `rows` rows are captured."""
     decoder = Decoder(random_model(model, device), device.ops)
     sizes = RunnerSizes(
         page_size=PAGE_SIZE,
@@ -185,10 +187,8 @@ def open_runner(device: Device, model: Model, *, rows: int, tokens: int) -> Mode
         context_length=model.context_length,
     )
     runner = ModelRunner(device, decoder, sizes)
-    where = device.torch_device
-    recorder = CudaRecorder(where) if device.graphs else EagerRecorder()
-    ladder = graph_sizes(rows)
-    runner.graphs = CudaGraphRunner(
-        recorder, runner.decode_logits, ladder, model.context_length, where
-    )
+    recorder = CudaRecorder(device.torch_device) if device.graphs else EagerRecorder()
+    # In Triton's interpreter every padded token costs.
+    plan = GraphPlan(graph_sizes(rows), mixed_shapes(1024 if device.graphs else 48, rows))
+    capture_graphs(runner, plan, recorder)
     return runner

@@ -102,6 +102,8 @@ AREAS = {
         f"{EXECUTION_TESTS}/test_step_times.py",
         f"{EXECUTION_TESTS}/test_kv_sizing.py",
         f"{EXECUTION_TESTS}/test_cuda_graph_runner.py",
+        f"{EXECUTION_TESTS}/test_mixed_graph_runner.py",
+        "tests/ops/test_mixed_attention.py",
         "tests/ops/gpu/test_warm_up_covers.py",
         "tests/ops/gpu/test_triton_sources.py",
         "tests/ops/gpu/test_triton_attention_faults.py",
@@ -478,20 +480,41 @@ PLANTS = [
         "gpu",
         f"{EXECUTION}/forward_batch.py",
         (
-            "logit_tokens, sampled_rows, sample_positions, *others = placed",
-            "logit_tokens, sample_positions, sampled_rows, *others = placed",
+            "SampledRows(rows.long(), positions.long())",
+            "SampledRows(positions.long(), rows.long())",
         ),
         (
             "SampledRows(rows_d.long(), kv_lens_d.long())",
             "SampledRows(kv_lens_d.long(), rows_d.long())",
         ),
-        (
-            "memory.next_tokens.index_select(0, rows[batch.num_prefill :].long())",
-            "memory.next_tokens.index_select(0, rows[: len(rows) - batch.num_prefill].long())",
-        ),
         ("self._fences[which].synchronize()", "pass"),
         ("self._next = 1 - which", "self._next = which"),
         ("torch.int32, pin_memory=self._device.pinned)", "torch.int32)"),
+    ),
+    *_planted(
+        "gpu",
+        f"{EXECUTION}/packed_step.py",
+        (
+            "step.decode_rows[:decoding] = rows[count:]",
+            "step.decode_rows[:decoding] = rows[:decoding]",
+        ),
+        ("parts.decode_kv_lens.fill(1)", "pass"),
+        ("step.qo_indptr[count + 1 :] = end", "pass"),
+        ("prompt_tokens + decoding", "prompt_tokens"),
+    ),
+    *_planted(
+        "gpu",
+        f"{EXECUTION}/mixed_graph_runner.py",
+        ("self._ints[: packed.shape[0]].copy_(packed)", "pass"),
+        ("and s.prompts >= rows", ""),
+    ),
+    *_planted(
+        "gpu",
+        "ops/gpu/mixed_attention.py",
+        (
+            "block_table, decode_rows, decode_kv_lens,\n        sinks",
+            "block_table, decode_rows, kv_lens,\n        sinks",
+        ),
     ),
     *_planted(
         "gpu",

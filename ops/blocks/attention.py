@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ops.blocks.block import DecoderStep, Norm, Weight
-    from ops.op_set import AttentionSpec, OpSet
+    from ops.op_set import AttentionBatch, AttentionSpec, OpSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,7 @@ class Attention:
             ops.rotary(q, k, step.positions, self.rope, interleaved=self.rope_interleaved)
         k_pool, v_pool = cache
         ops.store_kv(k, v, k_pool, v_pool, step.slots)
-        attend = ops.decode_attention if step.attention.max_q_len == 1 else ops.extend_attention
-        out = attend(q, k_pool, v_pool, step.attention, self.spec)
+        out = attend(q, k_pool, v_pool, step.attention, self.spec, ops)
         return ops.linear(out.flatten(1), self.o)
 
     def _heads(self, x: Tensor, norm: Norm | None, ops: OpSet) -> Tensor:
@@ -67,3 +66,19 @@ class Attention:
             x, norm = ops.rms_norm(x, norm.weight, norm.eps), None
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
         return heads if norm is None else ops.rms_norm(heads, norm.weight, norm.eps)
+
+
+def attend(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    ops: OpSet,
+) -> Tensor:
+    """The attention that a step's rows ask for, [T, HQ, D]."""
+    if batch.decode is not None:
+        return ops.mixed_attention(q, k_pool, v_pool, batch, spec)
+    if batch.max_q_len == 1:
+        return ops.decode_attention(q, k_pool, v_pool, batch, spec)
+    return ops.extend_attention(q, k_pool, v_pool, batch, spec)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ops.blocks.attention import attend
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -68,8 +70,7 @@ class LatentAttention:
         )
         (pool,) = cache
         ops.store_kv(key, key, pool, pool, step.slots)
-        attend = ops.decode_attention if step.attention.max_q_len == 1 else ops.extend_attention
-        mixed = attend(q, pool, pool, step.attention, self.spec)[..., : self.latent]
+        mixed = attend(q, pool, pool, step.attention, self.spec, ops)[..., : self.latent]
         out = torch.einsum("thl,hvl->thv", mixed, self.v_up)
         return ops.linear(out.flatten(1), self.o)
 

@@ -104,6 +104,11 @@ class CpuOps:
 
     decode_attention = extend_attention
 
+    def mixed_attention(
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        return reference.mixed_attention(q, k_pool, v_pool, batch, spec, self.extend_attention)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate.float()).mul_(up).to(x.dtype)

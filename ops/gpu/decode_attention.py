@@ -18,7 +18,7 @@ columns. With 64 keys to a tile Hopper's wgmma, which needs 64 rows, applies to 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -188,11 +188,12 @@ def decode_tile(head_dim: int, itemsize: int, *, chip: Chip) -> Tile:
     return Tile(0, 64, 4, 3 if chip.large_shared else 2)
 
 
-def _decode(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, rows: Tensor, kv_lens: Tensor,
-    sinks: Tensor | None, page_size: int, max_kv_len: int, scale: float, window: int,
-    soft_cap: float,
-) -> Tensor:  # fmt: skip
+def launch_decode(
+    out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, rows: Tensor,
+    kv_lens: Tensor, sinks: Tensor | None, page_size: int, max_kv_len: int, scale: float,
+    window: int, soft_cap: float,
+) -> None:  # fmt: skip
+    """Writes `decode_attention` of q [B, HQ, D] to out [B, HQ, D], both strided."""
     num_rows, heads, head_dim = q.shape
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
@@ -200,7 +201,6 @@ def _decode(
     head_blocks = kv_heads * triton.cdiv(group, block_g)
     splits = num_splits(max_kv_len)
     stride = min(splits, max(4, _PROGRAMS // (num_rows * head_blocks)))
-    out = torch.empty((num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
     parts = torch.empty((num_rows, heads, splits, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((num_rows, heads, splits), dtype=torch.float32, device=q.device)
     tile = decode_tile(head_dim, q.element_size(), chip=chip_of(q))
@@ -219,6 +219,11 @@ def _decode(
         HEAD_DIM=head_dim, BLOCK_D=block_d, HAS_WINDOW=window > 0, HAS_SINKS=sinks is not None,
         num_warps=2,
     )  # fmt: skip
+
+
+def _decode(q: Tensor, *arguments: Any) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch_decode(out, q, *arguments)
     return out
 
 

@@ -8,15 +8,14 @@ Decisions:
 - Tiles are numbered without looking at the data: batch row b may use the tile numbers from
   qo_indptr[b] * G // BLOCK_M + b on, which are always enough. So the grid follows from T and B
   alone, no index arrays are made, and a program finds its row by bisection. Late tiles come first:
-  decode rows, which walk a whole context, stand at the end of a mixed step, and the last tiles of a
-  prompt see the most keys.
+  the last tiles of a prompt see the most keys.
 - Keys that every query of the tile sees are walked without masks. Only the diagonal's tiles, or
   all tiles of a sliding window, compare positions; tiles outside the window are not visited.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -125,9 +124,9 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@step_kernel("rows", "qo_indptr", "kv_lens", "num_rows")
+@step_kernel("rows", "qo_indptr", "kv_lens", "num_rows", "num_tokens")
 def _extend_kernel(
-    q, k_pool, v_pool, out, block_table, rows, qo_indptr, kv_lens, sinks, num_rows,
+    q, k_pool, v_pool, out, block_table, rows, qo_indptr, kv_lens, sinks, num_rows, num_tokens,
     scale, cap, window,
     q_stride_t, q_stride_h, k_stride, k_stride_h, v_stride, v_stride_h, out_stride_t, out_stride_h,
     table_stride,
@@ -142,7 +141,10 @@ def _extend_kernel(
     q_begin = tl.load(qo_indptr + row)
     q_len = tl.load(qo_indptr + row + 1) - q_begin
     first_m = (tile - q_begin * GROUP // BLOCK_M - row) * BLOCK_M
-    if first_m >= q_len * GROUP:
+    # Before the first row and behind the last stand tokens of others (`mixed_attention`): decode
+    # rows, attended to elsewhere, and padding, which gets zeros or what the last token gets.
+    end = tl.where(row == num_rows - 1, num_tokens - q_begin, q_len)
+    if (first_m < 0) | (first_m >= end * GROUP):
         return
     kv_len = tl.load(kv_lens + row)
     table_row = block_table + tl.load(rows + row).to(tl.int64) * table_stride
@@ -153,6 +155,13 @@ def _extend_kernel(
     dims = tl.arange(0, BLOCK_D)
     live = (token < q_len)[:, None] & (dims < HEAD_DIM)[None, :]
     token_at = (q_begin + token).to(tl.int64)
+    if first_m >= q_len * GROUP:
+        tl.store(
+            out + (token_at * out_stride_t + q_head * out_stride_h)[:, None] + dims[None, :],
+            tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty),
+            mask=(token < end)[:, None] & (dims < HEAD_DIM)[None, :],
+        )
+        return
     q_tile = tl.load(
         q + (token_at * q_stride_t + q_head * q_stride_h)[:, None] + dims[None, :],
         mask=live,
@@ -194,7 +203,7 @@ def _extend_kernel(
     tl.store(
         out + (token_at * out_stride_t + q_head * out_stride_h)[:, None] + dims[None, :],
         acc.to(out.dtype.element_ty),
-        mask=live,
+        mask=(token < end)[:, None] & (dims < HEAD_DIM)[None, :],
     )
 
 
@@ -220,15 +229,16 @@ def extend_tile(head_dim: int, itemsize: int, *, short: bool, chip: Chip) -> Til
     return Tile(128, 64 if head_dim <= 64 else 32, 8, 2)
 
 
-def _extend(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, rows: Tensor,
+def launch_extend(
+    out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, rows: Tensor,
     qo_indptr: Tensor, kv_lens: Tensor, sinks: Tensor | None, page_size: int, max_q_len: int,
     scale: float, window: int, soft_cap: float,
-) -> Tensor:  # fmt: skip
+) -> None:  # fmt: skip
+    """Writes `extend_attention` of the tokens from qo_indptr[0] to qo_indptr[-1] to their places in
+    out, and something finite behind them; q and out [T, HQ, D], strided."""
     tokens, heads, head_dim = q.shape
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
-    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     tile = extend_tile(
         head_dim,
         q.element_size(),
@@ -238,7 +248,7 @@ def _extend(
     num_rows = rows.shape[0]
     grid = (tokens * group // tile.block_m + num_rows, kv_heads)
     _extend_kernel[grid](
-        q, k_pool, v_pool, out, block_table, rows, qo_indptr, kv_lens, sinks, num_rows,
+        q, k_pool, v_pool, out, block_table, rows, qo_indptr, kv_lens, sinks, num_rows, tokens,
         *score_factors(scale, soft_cap), window,
         q.stride(0), q.stride(1), k_pool.stride(0), k_pool.stride(1),
         v_pool.stride(0), v_pool.stride(1), out.stride(0), out.stride(1), block_table.stride(0),
@@ -247,6 +257,11 @@ def _extend(
         HAS_SINKS=sinks is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
+
+
+def _extend(q: Tensor, *arguments: Any) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch_extend(out, q, *arguments)
     return out
 
 

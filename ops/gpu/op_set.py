@@ -12,6 +12,7 @@ from ops.gpu.activation import gelu_and_mul, silu_and_mul
 from ops.gpu.decode_attention import decode_attention
 from ops.gpu.experts import pack_experts, run_experts
 from ops.gpu.extend_attention import extend_attention
+from ops.gpu.mixed_attention import mixed_attention
 from ops.gpu.rms_norm import add_rms_norm, rms_norm
 from ops.gpu.rotary import rotary
 from ops.gpu.sampling import sample
@@ -39,6 +40,7 @@ class GpuOps:
     store_kv = staticmethod(store_kv)
     extend_attention = staticmethod(extend_attention)
     decode_attention = staticmethod(decode_attention)
+    mixed_attention = staticmethod(mixed_attention)
     silu_and_mul = staticmethod(silu_and_mul)
     gelu_and_mul = staticmethod(gelu_and_mul)
     clamped_silu_and_mul = staticmethod(reference.clamped_silu_and_mul)

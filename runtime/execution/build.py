@@ -12,8 +12,9 @@ from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.config import MAX_PREFILL_TOKENS
 from runtime.errors import ConfigError, ModelError, shown
-from runtime.execution.cuda_graph_runner import CudaGraphRunner, CudaRecorder, graph_sizes
+from runtime.execution.cuda_graph_runner import CudaRecorder
 from runtime.execution.device import DTYPES, Device, open_device
+from runtime.execution.graph_capture import capture_graphs, plan_graphs
 from runtime.execution.kv_sizing import check_memory, total_tokens, work_bytes
 from runtime.execution.long_prompt_rows import LongPromptRows
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
@@ -92,7 +93,9 @@ def build_runner(
         context_length=context_length,
     )
     most = _largest_step(chunked_prefill_size, max_prefill_tokens, device, context_length)
-    work = work_bytes(device, decoder, sizes, most) if config.max_total_tokens is None else 0
+    work = 0
+    if config.max_total_tokens is None:
+        work = work_bytes(device, decoder, sizes, most, plan_graphs(config, device, sizes))
     sizes = replace(sizes, total_tokens=total_tokens(config, device, model, page_size, work))
     check_memory(sizes, device, model)
     runner = ModelRunner(
@@ -154,7 +157,8 @@ def _long_prompt_rows(
 
 def _prepare(runner: ModelRunner, config: RunnerConfig, progress: Callable[[str], None]) -> None:
     """Does ahead of the first step what would hold it up."""
-    runner.graphs = _capture_graphs(runner, config, progress)
+    if runner.device.graphs:
+        _capture_graphs(runner, config, progress)
     if runner.device.queued:
         progress("compiling kernels")
         warm_up(runner)
@@ -229,25 +233,15 @@ def _eos_token_ids(
 
 def _capture_graphs(
     runner: ModelRunner, config: RunnerConfig, progress: Callable[[str], None]
-) -> CudaGraphRunner | None:
-    """The runner's decode steps up to `cuda_graph_max_bs` rows; None where there are none."""
-    largest = min(config.cuda_graph_max_bs, runner.sizes.rows)
-    if not runner.device.graphs or largest < 1:
-        return None
-    device = runner.device.torch_device
+) -> None:
+    plan = plan_graphs(config, runner.device, runner.sizes)
     try:
-        return CudaGraphRunner(
-            CudaRecorder(device),
-            runner.decode_logits,
-            graph_sizes(largest),
-            runner.sizes.context_length,
-            device,
-            progress,
-        )
+        capture_graphs(runner, plan, CudaRecorder(runner.device.torch_device), progress)
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"cuda_graph_max_bs {largest}: no memory is left to capture decode steps in; of"
+            f"cuda_graph_max_bs {config.cuda_graph_max_bs} with cuda_graph_max_tokens"
+            f" {config.cuda_graph_max_tokens}: no memory is left to capture steps in; of"
             f" {runner.device.memory_bytes():,} bytes {runner.device.used_bytes():,} are taken,"
-            f" with KV of {runner.sizes.total_tokens} tokens. Capture fewer rows, or lower"
-            f" mem_fraction_static ({config.mem_fraction_static:g})"
+            f" with KV of {runner.sizes.total_tokens} tokens. Capture fewer rows or tokens, or"
+            f" lower mem_fraction_static ({config.mem_fraction_static:g})"
         ) from None

@@ -7,8 +7,7 @@ They are written anew before every replay, since a row left from a larger step w
 KV of a request that lives.
 
 Sizes are captured from the largest to the smallest and share one memory pool, so the small ones
-use the memory of the largest. They also share one output buffer: an output of its own for every
-size, alive for good, would take 2.6 GB at 152k float32 logits and sizes up to 256.
+use the memory of the largest. They also share one output (`GraphOutput`).
 """
 
 from __future__ import annotations
@@ -72,6 +71,26 @@ class CudaRecorder:
         return replay
 
 
+class GraphOutput:
+    """The logits of whichever captured step ran last.
+
+    All steps write to one buffer: an output of its own for every captured size, alive for good,
+    would take 2.6 GB at 152k float32 logits and sizes up to 256.
+
+    Args: rows: the most that a step has.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._logits: Tensor | None = None
+
+    def take(self, logits: Tensor) -> Tensor:
+        """A view of the buffer with the values of logits [N, V]."""
+        if self._logits is None:  # in the first warm-up, so outside of the graphs' memory
+            self._logits = logits.new_empty((self._rows, logits.shape[1]))
+        return self._logits[: logits.shape[0]].copy_(logits)
+
+
 class CudaGraphRunner:
     """The captured decode steps of a model runner (its `DecodeGraphs`).
 
@@ -82,6 +101,7 @@ class CudaGraphRunner:
             neither wait for the device nor allocate what outlives the call.
         sizes: ascending batch sizes.
         max_kv_len: tokens of the longest sequence.
+        output: shared with other captured steps; None: of its own.
     """
 
     def __init__(
@@ -92,6 +112,7 @@ class CudaGraphRunner:
         max_kv_len: int,
         device: torch.device,
         progress: Callable[[str], None] = lambda _: None,
+        output: GraphOutput | None = None,
     ) -> None:
         self.sizes = list(sizes)
         largest = self.sizes[-1]
@@ -99,7 +120,7 @@ class CudaGraphRunner:
         self.kv_lens = torch.ones(largest, dtype=torch.int32, device=device)
         self._decode_logits = decode_logits
         self._max_kv_len = max_kv_len
-        self._logits: Tensor | None = None
+        self._output = output or GraphOutput(largest)
         self._replays: dict[int, Callable[[], Tensor]] = {}
         with torch.inference_mode():
             for size in reversed(self.sizes):
@@ -109,9 +130,7 @@ class CudaGraphRunner:
     def _step(self, size: int) -> Tensor:
         """What is recorded: a decode step over the static buffers."""
         logits = self._decode_logits(self.rows[:size], self.kv_lens[:size], self._max_kv_len)
-        if self._logits is None:  # in the first warm-up, so outside of the graphs' memory
-            self._logits = torch.empty_like(logits)
-        return self._logits[:size].copy_(logits)
+        return self._output.take(logits)
 
     def holds(self, rows: int) -> bool:
         """Whether some captured size holds a decode step of so many rows."""

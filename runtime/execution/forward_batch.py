@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,18 +10,24 @@ import torch
 
 from ops.blocks.block import DecoderStep
 from ops.op_set import AttentionBatch
+from runtime.execution.packed_step import (
+    NO_INTS,
+    pack_step,
+    prompt_positions,
+    shape_of,
+    unpack_step,
+    view,
+)
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Sequence
 
     from torch import Tensor
 
     from runtime.execution.device import Device
     from runtime.execution.kv_pool import StepMemory
+    from runtime.execution.packed_step import StepShape
     from runtime.scheduling.schedule_batch import ScheduleBatch
-
-_NO_IDS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,60 +97,61 @@ def make_forward_batch(
         prompt_tokens: indices of the tokens that need logits beside the sampled ones.
         staging: None where the device's memory is the host's.
     """
-    rows, starts, lengths = _view(batch.rows), _view(batch.prefix_lens), _view(batch.extend_lens)
+    if staging is None:
+        return _make_on_host(batch, prompt_tokens, memory)
+    shape = shape_of(batch, len(prompt_tokens))
+    packed, sampled = upload_step(batch, shape, staging, memory, prompt_tokens)
+    lengths, starts = view(batch.extend_lens), view(batch.prefix_lens)
+    step = unpack_step(
+        packed,
+        shape,
+        memory,
+        max_q_len=int(lengths.max()),
+        max_kv_len=int((starts + lengths).max()),
+    )
+    if memory.long_prompts is not None:
+        positions = prompt_positions(batch)
+        rope_rows = memory.long_prompts.rows(batch, positions, lengths[: batch.num_prefill])
+        if rope_rows is not None:
+            decoding = step.positions[: batch.num_decode]
+            step = replace(step, positions=torch.cat((decoding, rope_rows)))
+    return ForwardBatch(step, sampled)
+
+
+def upload_step(
+    batch: ScheduleBatch,
+    shape: StepShape,
+    staging: Staging,
+    memory: StepMemory,
+    prompt_tokens: np.ndarray = NO_INTS,
+) -> tuple[Tensor, SampledRows]:
+    """A step packed into a shape that holds it, on the device, and its sampled rows, after writing
+    its entries of the block table. Queued in one copy; nothing is waited for."""
+    packed, rows, positions, *table_entries = staging.upload(
+        (
+            pack_step(batch, shape, prompt_tokens),
+            view(batch.rows)[view(batch.sampled)],
+            view(batch.sample_positions),
+            *_table_entries(batch),
+        )
+    )
+    if len(batch.table_rows):
+        memory.block_table.write(*table_entries)
+    return packed, SampledRows(rows.long(), positions.long())
+
+
+def _make_on_host(
+    batch: ScheduleBatch, prompt_tokens: np.ndarray, memory: StepMemory
+) -> ForwardBatch:
+    """In numpy, whose calls cost a fraction of torch's: a decode step of a small model has nothing
+    to hide them behind. Tokens and rows stand as in the batch."""
+    rows, starts, lengths = view(batch.rows), view(batch.prefix_lens), view(batch.extend_lens)
     indptr = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=indptr[1:])
     kv_lens = starts + lengths
     positions = np.arange(indptr[-1], dtype=np.int32)
     positions += np.repeat(starts - indptr[:-1], lengths)
-    sampled, token_rows = _view(batch.sampled), np.repeat(rows, lengths)
-    wanted = np.concatenate((indptr[1:][sampled] - 1, prompt_tokens))
-    arrays = (rows, indptr, kv_lens, wanted, rows[sampled], _view(batch.sample_positions))
-    place = _place_on_host if staging is None else partial(_place_on_device, staging)
-    placed = place((*arrays, _view(batch.input_ids), positions, token_rows), batch, memory)
-    rows_d, indptr_d, kv_lens_d, logit_tokens, sampled_rows, sample_positions, *others = placed
-    input_ids, token_positions, slots = others
-    if memory.long_prompts is not None:
-        rope_rows = memory.long_prompts.rows(batch, positions, lengths)
-        token_positions = token_positions if rope_rows is None else rope_rows
-    table = memory.block_table
-    attention = AttentionBatch(
-        block_table=table.pages,
-        rows=rows_d,
-        qo_indptr=indptr_d,
-        kv_lens=kv_lens_d,
-        page_size=table.page_size,
-        max_q_len=int(lengths.max()),
-        max_kv_len=int(kv_lens.max()),
-    )
-    step = DecoderStep(
-        input_ids, token_positions, slots, attention, logit_tokens, memory.pool.caches
-    )
-    return ForwardBatch(step, SampledRows(sampled_rows, sample_positions))
-
-
-def _place_on_device(
-    staging: Staging, arrays: tuple[np.ndarray, ...], batch: ScheduleBatch, memory: StepMemory
-) -> list[Tensor]:
-    """The arrays of `make_forward_batch` as tensors, the last three as ids, positions and slots of
-    the tokens. Queued in one copy; nothing is waited for."""
-    on_device = staging.upload((*arrays, *_table_entries(batch)))
-    rows, indptr, kv_lens, *ends, ids, positions, token_rows = on_device[: len(arrays)]
-    table = memory.block_table
-    if len(batch.table_rows):
-        table.write(*on_device[len(arrays) :])
-    newest = memory.next_tokens.index_select(0, rows[batch.num_prefill :].long())
-    positions = positions.long()
-    tokens = (torch.cat((ids.long(), newest)), positions, table.slots(token_rows, positions))
-    return [rows, indptr, kv_lens, *(tensor.long() for tensor in ends), *tokens]
-
-
-def _place_on_host(
-    arrays: tuple[np.ndarray, ...], batch: ScheduleBatch, memory: StepMemory
-) -> list[Tensor]:
-    """The same in numpy, whose calls cost a fraction of torch's: a decode step of a small model has
-    nothing to hide them behind."""
-    rows, indptr, kv_lens, *ends, ids, positions, token_rows = arrays
+    sampled, token_rows = view(batch.sampled), np.repeat(rows, lengths)
     table = memory.block_table
     pages, newest = table.pages.numpy(), memory.next_tokens.numpy()
     if len(batch.table_rows):
@@ -154,10 +160,37 @@ def _place_on_host(
     slots = pages[token_rows, positions // table.page_size].astype(np.int64)
     slots *= table.page_size
     slots += positions % table.page_size
-    input_ids = np.concatenate((ids, newest[rows[batch.num_prefill :]]))
-    wide = [array.astype(np.int64, copy=False) for array in (*ends, input_ids, positions, slots)]
-    # The batch's own arrays are read-only.
-    return [torch.from_numpy(array) for array in (rows.copy(), indptr, kv_lens, *wide)]
+    input_ids = np.concatenate((view(batch.input_ids), newest[rows[batch.num_prefill :]]))
+    wanted = np.concatenate((indptr[1:][sampled] - 1, prompt_tokens))
+    token_positions = _wide(positions)
+    if memory.long_prompts is not None:
+        rope_rows = memory.long_prompts.rows(batch, positions, lengths)
+        token_positions = token_positions if rope_rows is None else rope_rows
+    attention = AttentionBatch(
+        block_table=table.pages,
+        rows=torch.from_numpy(rows.copy()),  # the batch's own arrays are read-only
+        qo_indptr=torch.from_numpy(indptr),
+        kv_lens=torch.from_numpy(kv_lens),
+        page_size=table.page_size,
+        max_q_len=int(lengths.max()),
+        max_kv_len=int(kv_lens.max()),
+    )
+    step = DecoderStep(
+        _wide(input_ids),
+        token_positions,
+        torch.from_numpy(slots),
+        attention,
+        _wide(wanted),
+        memory.pool.caches,
+    )
+    return ForwardBatch(
+        step, SampledRows(_wide(rows[sampled]), _wide(view(batch.sample_positions)))
+    )
+
+
+def _wide(ints: np.ndarray) -> Tensor:
+    """A tensor of 64-bit ints; the batch's own arrays are of 32 and read-only."""
+    return torch.from_numpy(ints.astype(np.int64, copy=False))
 
 
 def make_replay_batch(
@@ -171,9 +204,9 @@ def make_replay_batch(
     Returns: request rows [B] int32; keys of each, the new token included, [B] int32; and both for
         the sampler.
     """
-    kv_lens = _view(batch.prefix_lens) + 1
+    kv_lens = view(batch.prefix_lens) + 1
     rows_d, kv_lens_d, *table_entries = staging.upload(
-        (_view(batch.rows), kv_lens, *_table_entries(batch))
+        (view(batch.rows), kv_lens, *_table_entries(batch))
     )
     if len(batch.table_rows):
         memory.block_table.write(*table_entries)
@@ -229,13 +262,9 @@ def prompt_token_indices(batch: ScheduleBatch) -> tuple[np.ndarray, list[tuple[i
             parts.append(np.arange(first, first + count, dtype=np.int32))
             counts.append((row, count))
         first += batch.extend_lens[row]
-    return (np.concatenate(parts) if parts else _NO_IDS), counts
+    return (np.concatenate(parts) if parts else NO_INTS), counts
 
 
 def _table_entries(batch: ScheduleBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(row, index, page) of the block table's new entries, [n] each."""
-    return _view(batch.table_rows), _view(batch.table_indices), _view(batch.table_pages)
-
-
-def _view(values: array[int]) -> np.ndarray:
-    return np.frombuffer(values, dtype=np.int32) if len(values) else _NO_IDS
+    return view(batch.table_rows), view(batch.table_indices), view(batch.table_pages)

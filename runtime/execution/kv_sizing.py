@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.config import CPU_TOTAL_TOKENS
 from runtime.errors import ConfigError
+from runtime.execution.graph_capture import rehearse_graphs
 from runtime.execution.kv_pool import block_table_bytes, bytes_per_token
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.execution.sampler import state_bytes
@@ -15,19 +16,24 @@ if TYPE_CHECKING:
     from ops.decoder import DecoderModel
     from runtime.config import RunnerConfig
     from runtime.execution.device import Device
+    from runtime.execution.graph_capture import GraphPlan
     from runtime.models.decoder import Decoder
 
 _MIN_TOTAL_TOKENS = 1024  # a GPU with room for less is refused
 _MIN_PAGES = 3
 
 
-def work_bytes(device: Device, decoder: Decoder, sizes: RunnerSizes, step_tokens: int) -> int:
+def work_bytes(
+    device: Device, decoder: Decoder, sizes: RunnerSizes, step_tokens: int, graphs: GraphPlan
+) -> int:
     """Memory that a runner takes beside weights and KV, where the device's memory is a limit: the
-    largest step's activations, measured, and what is kept for each row. Elsewhere 0.
+    largest step's activations and those of the captured steps, which have a pool of their own, both
+    measured, and what is kept for each row. Elsewhere 0.
 
     Args:
         sizes: those of the runner to be; `total_tokens` is not read.
         step_tokens: prefill tokens of the largest step.
+        graphs: what it captures.
     """
     if device.memory_budget_bytes is None:
         return 0
@@ -40,6 +46,8 @@ def work_bytes(device: Device, decoder: Decoder, sizes: RunnerSizes, step_tokens
     trial = ModelRunner(device, decoder, least)
     try:
         peak = device.peak_bytes(lambda: largest_step(trial, step_tokens))
+        if device.graphs:
+            peak += device.peak_bytes(lambda: rehearse_graphs(trial, graphs))
     finally:
         trial.close()
     return peak + _row_bytes(decoder.model, sizes)

@@ -37,6 +37,11 @@ class LongPromptRows:
         self._tables = tables
         self._device = device
 
+    def any_in(self, batch: ScheduleBatch) -> bool:
+        """Whether some of a step's prompts are long."""
+        prompts = batch.requests[: batch.num_prefill]
+        return any(len(request.input_ids) > self.long_prompts.above for request in prompts)
+
     def rows(
         self, batch: ScheduleBatch, positions: np.ndarray, lengths: np.ndarray
     ) -> Tensor | None:
@@ -44,10 +49,10 @@ class LongPromptRows:
 
         Args: positions: [T] of the step's tokens. lengths: new tokens of each batch row.
         """
+        if not self.any_in(batch):
+            return None
         count, above = batch.num_prefill, self.long_prompts.above
         prompts = np.array([len(request.input_ids) for request in batch.requests[:count]], np.int64)
-        if not (prompts > above).any():
-            return None
         of_token = np.repeat(prompts, lengths[:count])
         rows = positions.astype(np.int64)
         # What is generated, and prefilled again after a retraction, stands behind the prompt.

@@ -15,10 +15,12 @@ from runtime.execution.forward_batch import (
     make_forward_batch,
     make_replay_batch,
     prompt_token_indices,
+    upload_step,
 )
 from runtime.execution.kv_pool import BlockTable, KVPool, StepMemory
 from runtime.execution.launchers import Launcher, StreamLauncher, ThreadLauncher
 from runtime.execution.logprobs import LogprobTensors, concatenate, logprobs_of, records
+from runtime.execution.packed_step import NO_INTS, unpack_step
 from runtime.execution.sampler import Sampled, Sampler
 from runtime.runner import RunnerInfo, StepOutput
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from runtime.execution.device import Device, Fence
     from runtime.execution.forward_batch import SampledRows
     from runtime.execution.long_prompt_rows import LongPromptRows
+    from runtime.execution.packed_step import StepShape
     from runtime.models.decoder import Decoder
     from runtime.request import Request
     from runtime.runner import LaunchedStep, SampleMasks
@@ -55,6 +58,19 @@ class DecodeGraphs(Protocol):
     def replay(self, rows: Tensor, kv_lens: Tensor) -> Tensor:
         """Logits [B, V] float32 of a decode step that `holds` (valid until the next replay), K and
         V stored. rows: [B] int32, request rows. kv_lens: [B] int32, the new token included."""
+        ...
+
+
+class MixedGraphs(Protocol):
+    """Captured steps with prompts."""
+
+    def padded_shape(self, tokens: int, rows: int) -> StepShape | None:
+        """The captured shape for a step; None: there is none that holds it."""
+        ...
+
+    def replay(self, packed: Tensor, shape: StepShape) -> Tensor:
+        """Logits [shape.logits, V] float32 of a step packed into such a shape (valid until the
+        next replay of any step), K and V stored."""
         ...
 
 
@@ -84,12 +100,14 @@ class ModelRunner:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         graphs: DecodeGraphs | None = None,
+        mixed_graphs: MixedGraphs | None = None,
         long_prompts: LongPromptRows | None = None,
     ) -> None:
         self.device = device
         self.decoder = decoder
         self.sizes = sizes
         self.graphs = graphs
+        self.mixed_graphs = mixed_graphs
         where = device.torch_device
         self.memory = StepMemory(
             BlockTable(sizes.rows, sizes.context_length, sizes.page_size, where),
@@ -147,6 +165,18 @@ class ModelRunner:
         """
         return self.decoder(decode_step(rows, kv_lens, self.memory, max_kv_len))
 
+    def packed_logits(self, packed: Tensor, shape: StepShape) -> Tensor:
+        """Logits [shape.logits, V] of a packed step on the device: what a graph captures."""
+        return self.decoder(
+            unpack_step(
+                packed,
+                shape,
+                self.memory,
+                max_q_len=shape.tokens,
+                max_kv_len=self.sizes.context_length,
+            )
+        )
+
     def take_tokens(self, sampled: SampledRows, token_ids: Tensor) -> None:
         """Notes the sampled tokens [S] as the newest of their rows; a failed row (-1) gets 0, a
         token like any other, since its next step may be launched before its end is known."""
@@ -174,12 +204,24 @@ class ModelStep:
         self._before = self._runner.last_end
         self._fences[0].record()
         self._runner.restore(self._batch.restore)
-        self._logits = self._replayed_logits() if self._may_replay() else self._eager_logits()
+        self._logits = self._make_logits()
         self._fences[1].record()
 
-    def _may_replay(self) -> bool:
-        graphs, batch = self._runner.graphs, self._batch
-        return graphs is not None and not batch.num_prefill and graphs.holds(len(batch.rows))
+    def _make_logits(self) -> Tensor:
+        """By the captured step that holds this one, if there is one."""
+        runner, batch = self._runner, self._batch
+        if not batch.num_prefill:
+            if runner.graphs is not None and runner.graphs.holds(len(batch.rows)):
+                return self._replayed_logits(runner.graphs)
+            return self._eager_logits(NO_INTS)
+        prompt_tokens, self._prompt_counts = prompt_token_indices(batch)
+        runner.sampler.take_over(batch)
+        graphs, long_prompts = runner.mixed_graphs, runner.memory.long_prompts
+        if graphs is not None and not len(prompt_tokens):
+            shape = graphs.padded_shape(batch.prefill_tokens + batch.num_decode, len(batch.rows))
+            if shape is not None and not (long_prompts is not None and long_prompts.any_in(batch)):
+                return self._replayed_mixed_logits(graphs, shape)
+        return self._eager_logits(prompt_tokens)
 
     def _prepared(self) -> None:
         """The model comes next. What a queued device waits for until here is the host's time, not
@@ -187,21 +229,25 @@ class ModelStep:
         if self._runner.device.queued:
             self._fences[0].record()
 
-    def _replayed_logits(self) -> Tensor:
+    def _replayed_logits(self, graphs: DecodeGraphs) -> Tensor:
         runner = self._runner
-        assert runner.graphs is not None
         rows, kv_lens, sampled = make_replay_batch(self._batch, runner.staging, runner.memory)
         self._sampled_rows = sampled
         self._prepared()
-        return runner.graphs.replay(rows, kv_lens)
+        return graphs.replay(rows, kv_lens)
 
-    def _eager_logits(self) -> Tensor:
+    def _replayed_mixed_logits(self, graphs: MixedGraphs, shape: StepShape) -> Tensor:
+        runner = self._runner
+        packed, sampled = upload_step(self._batch, shape, runner.staging, runner.memory)
+        self._sampled_rows = sampled
+        self._prepared()
+        return graphs.replay(packed, shape)[: len(self._batch.sampled)]
+
+    def _eager_logits(self, prompt_tokens: np.ndarray) -> Tensor:
         runner, batch = self._runner, self._batch
-        prompt_tokens, self._prompt_counts = prompt_token_indices(batch)
         staging = runner.staging if runner.device.queued else None
         forward = make_forward_batch(batch, prompt_tokens, staging, runner.memory)
         self._sampled_rows = forward.sampled
-        runner.sampler.take_over(batch)
         self._prepared()
         if len(prompt_tokens):
             return self._with_prompt_logprobs(forward, len(prompt_tokens))

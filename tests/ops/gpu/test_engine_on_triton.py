@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ops.cpu.op_set import CpuOps
 from ops.gpu.op_set import GpuOps
 from runtime.config import SchedulerConfig
-from runtime.execution.cuda_graph_runner import CudaGraphRunner
+from runtime.execution.graph_capture import GraphPlan, capture_graphs
+from runtime.execution.packed_step import StepShape
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 from tests.ops.gpu.eager_recorder import EagerRecorder
-from tests.ops.gpu.tiny_decoder import PAGE_SIZE, VOCAB_SIZE, make_device, make_runner
+from tests.ops.gpu.tiny_decoder import (
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    make_device,
+    make_queued_device,
+    make_runner,
+)
 from tests.runtime.execution.drivers import Run, request, run
 
 pytestmark = [
@@ -32,13 +38,12 @@ LATER = {"cached": [*SHARED, 44, 45]}
 def generate(ops: CpuOps | GpuOps, *, overlap: bool, graphs: bool = False) -> list[Run]:
     """The prompts in chunks of 16 tokens beside running rows, then one that finds a prefix.
 
-    graphs: decode steps go through the graph runner, recorded as a CPU can.
+    graphs: steps go through the graph runners, recorded as a CPU can.
     """
-    runner = make_runner(make_device(ops))
+    runner = make_runner(make_queued_device(ops) if graphs else make_device(ops))
     if graphs:
-        runner.graphs = CudaGraphRunner(
-            EagerRecorder(), runner.decode_logits, [2, 4], 256, torch.device("cpu")
-        )
+        plan = GraphPlan([2, 4], [StepShape(20, 4, 4, 4)])
+        capture_graphs(runner, plan, EagerRecorder())
     scheduler = Scheduler(
         SchedulerConfig(
             capacity_tokens=512,

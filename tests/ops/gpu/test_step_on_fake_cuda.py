@@ -27,6 +27,7 @@ from ops.op_set import Expert, Routing
 from runtime.execution.device import Device, Fence
 from runtime.execution.forward_batch import Staging
 from runtime.execution.model_runner import ModelRunner, ModelStep
+from runtime.execution.packed_step import StepShape
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
 from runtime.scheduling.schedule_batch import ScheduleBatch
@@ -169,6 +170,14 @@ def test_a_step_neither_waits_nor_mixes_devices(
 def test_what_a_graph_captures_neither_waits_nor_mixes_devices(runner: ModelRunner) -> None:
     rows = torch.zeros(8, dtype=torch.int32, device="cuda")
     logits = runner.decode_logits(rows, torch.ones_like(rows), 256)
+    assert logits.shape == (8, VOCAB_SIZE)
+    assert (logits.device.type, logits.dtype) == ("cuda", torch.float32)
+
+
+def test_what_a_mixed_graph_captures_neither_waits_nor_mixes_devices(runner: ModelRunner) -> None:
+    shape = StepShape(tokens=32, decode_rows=8, prompts=8, logits=8)
+    packed = torch.zeros(sum(shape.sizes), dtype=torch.int32, device="cuda")
+    logits = runner.packed_logits(packed, shape)
     assert logits.shape == (8, VOCAB_SIZE)
     assert (logits.device.type, logits.dtype) == ("cuda", torch.float32)
 

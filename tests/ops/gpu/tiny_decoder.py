@@ -11,7 +11,7 @@ from ops.blocks.block import Block, Norm
 from ops.blocks.dense_mlp import DenseMlp
 from ops.decoder import DecoderModel
 from ops.op_set import AttentionSpec
-from runtime.execution.device import Device
+from runtime.execution.device import Device, Fence
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.models.decoder import Decoder
 
@@ -38,6 +38,23 @@ def make_device(ops: Backend, where: str = "cpu") -> Device:
         memory_budget_bytes=None,
         description=where,
     )
+
+
+class QueuedDevice(Device):
+    """A CPU that is driven as a device that queues its work, as far as the order of calls goes."""
+
+    def fence(self) -> Fence:
+        return make_device(self.ops).fence()
+
+    def stream(self) -> None:
+        return None
+
+
+def make_queued_device(ops: Backend) -> QueuedDevice:
+    """See `make_device`."""
+    device = make_device(ops)
+    fields = {name: getattr(device, name) for name in Device.__slots__}
+    return QueuedDevice(**fields | {"queued": True})
 
 
 def make_model(ops: OpSet, where: str = "cpu", *, context_length: int = 256) -> DecoderModel:

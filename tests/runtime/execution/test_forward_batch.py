@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -18,9 +18,11 @@ from runtime.execution.forward_batch import (
     decode_step,
     make_forward_batch,
     make_replay_batch,
+    upload_step,
 )
 from runtime.execution.kv_pool import StepMemory
 from runtime.execution.model_runner import ModelRunner, ModelStep
+from runtime.execution.packed_step import StepShape, shape_of, unpack_step
 from runtime.request import Request, SamplingParams
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.ops.gpu.tiny_decoder import PAGE_SIZE, VOCAB_SIZE, make_device, make_runner
@@ -64,8 +66,17 @@ def fresh_memory(seed: int) -> StepMemory:
     return runner.memory
 
 
-def recount(batch: ScheduleBatch, prompt: list[int], newest: list[int]) -> dict[str, list[int]]:
-    """What the tensors must hold, row by row and token by token."""
+def recount(
+    batch: ScheduleBatch, prompt: list[int], newest: list[int], *, decode_first: bool
+) -> dict[str, list[int]]:
+    """What the tensors must hold, row by row and token by token.
+
+    decode_first: the decode rows stand before the prompts.
+    """
+    order = list(range(len(batch.rows)))
+    if decode_first:
+        order = order[batch.num_prefill :] + order[: batch.num_prefill]
+        prompt = [token + batch.num_decode for token in prompt]
     table = {
         (row, index): page
         for row, index, page in zip(
@@ -73,7 +84,8 @@ def recount(batch: ScheduleBatch, prompt: list[int], newest: list[int]) -> dict[
         )
     }
     ids, positions, slots, ends, given = [], [], [], [], list(batch.input_ids)
-    for i, row in enumerate(batch.rows):
+    for i in order:
+        row = batch.rows[i]
         for position in range(batch.prefix_lens[i], batch.prefix_lens[i] + batch.extend_lens[i]):
             ids.append(given.pop(0) if i < batch.num_prefill else newest[row])
             positions.append(position)
@@ -83,17 +95,27 @@ def recount(batch: ScheduleBatch, prompt: list[int], newest: list[int]) -> dict[
         "input_ids": ids,
         "positions": positions,
         "slots": slots,
-        "logit_tokens": [ends[i] - 1 for i in batch.sampled] + prompt,
-        "rows": list(batch.rows),
+        "logit_tokens": [ends[order.index(i)] - 1 for i in batch.sampled] + prompt,
+        "rows": [batch.rows[i] for i in order],
         "qo_indptr": [0, *ends],
-        "kv_lens": [a + b for a, b in zip(batch.prefix_lens, batch.extend_lens, strict=True)],
+        "kv_lens": [batch.prefix_lens[i] + batch.extend_lens[i] for i in order],
         "sampled": [batch.rows[i] for i in batch.sampled],
         "sample_positions": list(batch.sample_positions),
     }
 
 
 def values(forward: ForwardBatch) -> dict[str, list[int]]:
+    """Of all rows together: decode rows that are attended to apart stand first."""
     step, attention = forward.step, forward.step.attention
+    if attention.decode is not None:
+        head = attention.decode
+        assert head.max_q_len == 1
+        attention = replace(
+            attention,
+            rows=torch.cat((head.rows, attention.rows)),
+            qo_indptr=torch.cat((head.qo_indptr[:-1], attention.qo_indptr)),
+            kv_lens=torch.cat((head.kv_lens, attention.kv_lens)),
+        )
     found = {name: getattr(step, name) for name in ("input_ids", "positions", "slots")}
     found |= {name: getattr(attention, name) for name in ("rows", "qo_indptr", "kv_lens")}
     found |= {"logit_tokens": step.logit_tokens, "sampled": forward.sampled.rows}
@@ -112,17 +134,51 @@ def test_tensors_hold_what_the_batch_says(kind: str, seed: int) -> None:
     assert batch.kind == kind
     prompt = sorted(draw.sample(range(sum(batch.extend_lens)), draw.randint(0, 2)))
     at = np.array(prompt, dtype=np.int32)
-    for make in (
-        lambda memory: make_forward_batch(batch, at, Staging(DEVICE), memory),
-        lambda memory: make_forward_batch(batch, at, None, memory),
-    ):
+    for staging in (Staging(DEVICE), None):
         memory = fresh_memory(seed)
-        forward = make(memory)
-        assert values(forward) == recount(batch, prompt, memory.next_tokens.tolist())
+        forward = make_forward_batch(batch, at, staging, memory)
+        found, newest = values(forward), memory.next_tokens.tolist()
+        assert found == recount(batch, prompt, newest, decode_first=staging is not None)
         attention = forward.step.attention
         assert (attention.max_q_len, attention.page_size) == (max(batch.extend_lens), PAGE_SIZE)
-        assert attention.max_kv_len == max(attention.kv_lens.tolist())
+        assert attention.max_kv_len == max(found["kv_lens"])
         assert forward.step.caches is memory.pool.caches
+
+
+@pytest.mark.parametrize("kind", ["prefill", "mixed", "decode"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_packed_into_a_larger_shape_is_the_same_step_and_padding(
+    kind: str, seed: int
+) -> None:
+    batch = random_batch(random.Random(seed), kind)
+    tight, wide = shape_of(batch), StepShape(tokens=70, decode_rows=9, prompts=10, logits=11)
+    memory = fresh_memory(seed)
+    staging = Staging(DEVICE)
+    found = []
+    for shape in (tight, wide):
+        packed, _ = upload_step(batch, shape, staging, memory)
+        found.append(unpack_step(packed, shape, memory, max_q_len=70, max_kv_len=256))
+    alone, padded = found
+    for name, padding in (
+        ("input_ids", 0),
+        ("positions", 0),
+        ("slots", 0),
+        ("logit_tokens", 0),
+    ):
+        values = getattr(alone, name).tolist()
+        size = wide.logits if name == "logit_tokens" else wide.tokens
+        assert getattr(padded, name).tolist() == values + [padding] * (size - len(values))
+    assert padded.attention.decode is not None
+    rows, decoding = padded.attention, padded.attention.decode
+    count, waiting = batch.num_prefill, batch.num_decode
+    assert decoding.rows.tolist() == [*batch.rows[count:], *[0] * (9 - waiting)]
+    lengths = [length + 1 for length in batch.prefix_lens[count:]]
+    assert decoding.kv_lens.tolist() == [*lengths, *[1] * (9 - waiting)]
+    assert rows.rows.tolist() == [*batch.rows[:count], *[0] * (10 - count)]
+    ends = np.cumsum([waiting, *batch.extend_lens[:count]]).tolist()
+    assert rows.qo_indptr.tolist() == ends + [ends[-1]] * (10 - count)
+    lengths = [a + b for a, b in zip(batch.prefix_lens, batch.extend_lens, strict=True)][:count]
+    assert rows.kv_lens.tolist() == [*lengths, *[1] * (10 - count)]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -132,7 +188,7 @@ def test_a_replayed_step_is_the_same_step(seed: int) -> None:
     memory = fresh_memory(seed)
     rows, kv_lens, sampled = make_replay_batch(batch, Staging(DEVICE), memory)
     step = decode_step(rows, kv_lens, memory, 256)
-    want = recount(batch, [], memory.next_tokens.tolist())
+    want = recount(batch, [], memory.next_tokens.tolist(), decode_first=True)
     assert values(ForwardBatch(step, sampled)) == want
 
 

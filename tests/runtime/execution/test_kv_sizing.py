@@ -14,9 +14,13 @@ from runtime.errors import ConfigError
 from runtime.execution import build
 from runtime.execution.build import _capture_graphs
 from runtime.execution.device import Device
+from runtime.execution.graph_capture import GraphPlan, capture_graphs, plan_graphs
 from runtime.execution.kv_pool import bytes_per_token
 from runtime.execution.kv_sizing import total_tokens, work_bytes
+from runtime.execution.model_runner import ModelRunner, RunnerSizes
+from runtime.execution.packed_step import StepShape
 from runtime.execution.warm_up import largest_step
+from tests.ops.gpu.eager_recorder import EagerRecorder
 from tests.ops.gpu.tiny_decoder import (
     PAGE_SIZE,
     VOCAB_SIZE,
@@ -73,12 +77,32 @@ def test_where_steps_take_more_than_the_rest_the_pool_gives_way() -> None:
 
 def test_what_steps_take_is_measured_at_the_largest_and_counts_what_rows_keep() -> None:
     runner = make_runner(gpu(10**6), rows=5)
-    taken = work_bytes(runner.device, runner.decoder, runner.sizes, step_tokens=100)
+    taken = work_bytes(runner.device, runner.decoder, runner.sizes, 100, GraphPlan([], []))
     table = 6 * (256 // PAGE_SIZE) * 4  # int32, the reserved row among them
     penalties = 6 * VOCAB_SIZE * (1 + 4)  # what the prompt holds, and counts of the output
     assert taken == 3000 + table + penalties
     unlimited = make_device(CpuOps())
-    assert work_bytes(unlimited, runner.decoder, runner.sizes, step_tokens=100) == 0
+    assert work_bytes(unlimited, runner.decoder, runner.sizes, 100, GraphPlan([], [])) == 0
+    runner.close()
+
+
+def test_captured_steps_are_counted_at_the_largest_of_each_kind(monkeypatch) -> None:
+    """They are recorded into a pool of their own, which the smaller ones share."""
+    device = replace(gpu(10**6), graphs=True)
+    runner = make_runner(device, rows=5)
+    seen: list[object] = []
+
+    def noted(_, first, *more):
+        seen.append(more[0] if isinstance(more[0], StepShape) else first.shape)
+        return torch.empty(5, VOCAB_SIZE)
+
+    monkeypatch.setattr(ModelRunner, "decode_logits", noted)
+    monkeypatch.setattr(ModelRunner, "packed_logits", noted)
+    plan = plan_graphs(RunnerConfig(cuda_graph_max_tokens=64), device, runner.sizes)
+    with_graphs = work_bytes(device, runner.decoder, runner.sizes, 100, plan)
+    assert seen == [StepShape(64, 5, 5, 5), (5,)]
+    without = work_bytes(gpu(10**6), runner.decoder, runner.sizes, 100, plan)
+    assert with_graphs - without == 3000
     runner.close()
 
 
@@ -123,8 +147,22 @@ def test_too_little_memory_is_an_error_with_the_numbers(budget: int) -> None:
 )
 def test_nothing_is_captured_where_graphs_are_off(graphs: bool, options: dict) -> None:
     runner = make_runner(replace(make_device(CpuOps()), graphs=graphs))
-    assert _capture_graphs(runner, RunnerConfig(**options), lambda _: None) is None
+    plan = plan_graphs(RunnerConfig(**options), runner.device, runner.sizes)
+    assert plan == GraphPlan([], [])
+    capture_graphs(runner, plan, EagerRecorder())
+    assert (runner.graphs, runner.mixed_graphs) == (None, None)
     runner.close()
+
+
+def test_steps_with_prompts_are_captured_up_to_their_own_bound() -> None:
+    device, sizes = (
+        replace(make_device(CpuOps()), graphs=True),
+        RunnerSizes(page_size=4, total_tokens=512, rows=8, context_length=256),
+    )
+    none = plan_graphs(RunnerConfig(cuda_graph_max_tokens=0), device, sizes)
+    assert (none.decode_sizes, none.shapes) == ([1, 2, 4, 8], [])
+    few = plan_graphs(RunnerConfig(cuda_graph_max_tokens=70), device, sizes)
+    assert few.shapes == [StepShape(tokens, 8, 8, 8) for tokens in (32, 64, 70)]
 
 
 def test_a_capture_without_memory_is_one_sentence_with_numbers(monkeypatch) -> None:
@@ -132,12 +170,12 @@ def test_a_capture_without_memory_is_one_sentence_with_numbers(monkeypatch) -> N
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(build, "CudaRecorder", lambda device: None)
-    monkeypatch.setattr(build, "CudaGraphRunner", full)
+    monkeypatch.setattr(build, "capture_graphs", full)
     runner = make_runner(replace(gpu(10**6), graphs=True))
     with pytest.raises(ConfigError) as caught:
         _capture_graphs(runner, RunnerConfig(mem_fraction_static=0.8), lambda _: None)
     message = str(caught.value)
-    assert message.startswith("cuda_graph_max_bs 8:")
+    assert message.startswith("cuda_graph_max_bs 256 with cuda_graph_max_tokens 1024:")
     for told in ("10,000,000", "100,000", "512 tokens", "mem_fraction_static (0.8)"):
         assert told in message
     runner.close()
