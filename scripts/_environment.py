@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+TESTED = ROOT / "scripts" / "constraints.txt"  # written by scripts/audit --lock
 
 
 def main() -> None:
@@ -32,7 +33,10 @@ def main() -> None:
             run(sys.executable, "-m", "venv", "--clear", str(VENV))
         say("installing loomserve and what it needs into .venv (minutes the first time)")
         target = f"{ROOT}[test]" if extras == "test" else str(ROOT)
-        run(str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "-e", target)
+        install = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "-e", target]
+        if not succeeds(*install, "--constraint", str(TESTED)):
+            say(f"the versions of {TESTED.name} cannot be had here; taking what can be")
+            run(*install)
         stamp.write_text(wanted)
         if extras == "test":
             (VENV / ".loomserve-serve").write_text(wanted)
@@ -48,9 +52,12 @@ def has_pip() -> bool:
 
 
 def run(*command: str) -> None:
-    status = subprocess.run(command, stdout=sys.stderr, check=False).returncode
-    if status:
-        sys.exit(f"setting up .venv failed: {' '.join(command)} ended with status {status}")
+    if not succeeds(*command):
+        sys.exit(f"setting up .venv failed: {' '.join(command)}")
+
+
+def succeeds(*command: str) -> bool:
+    return subprocess.run(command, stdout=sys.stderr, check=False).returncode == 0
 
 
 def say(message: str) -> None:

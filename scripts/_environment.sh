@@ -22,7 +22,7 @@ find_python() {
 # ensure_environment serve|test: with what serving needs, or with the test tools as well.
 ensure_environment() {
     local extras=$1 wanted python
-    wanted="$root $(cksum <"$root/pyproject.toml")"
+    wanted="$root $(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | cksum)"
     if [[ -x $root/.venv/bin/python && "$(cat "$root/.venv/.loomserve-$extras" 2>/dev/null)" == "$wanted" ]]; then
         return
     fi

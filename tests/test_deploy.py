@@ -7,10 +7,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from server.api.docs.openapi import ROUTES
 from server.args import OPTIONS, parse_args
@@ -145,3 +148,18 @@ def test_systemd_accepts_the_unit(tmp_path):
     copy.write_text(re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", text))
     result = subprocess.run([program, "verify", str(copy)], capture_output=True, text=True)
     assert (result.returncode, result.stderr.strip()) == (0, "")
+
+
+def test_the_tested_versions_are_among_those_that_will_do():
+    """Of everything that serving or testing installs."""
+    pins = [Requirement(line) for line in without_comments(ROOT / "scripts" / "constraints.txt")]
+    tested = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in pins}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["test"]
+    for requirement in map(Requirement, wanted):
+        version = tested[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), (requirement, version)
+
+
+def without_comments(file):
+    return [line for line in file.read_text().splitlines() if not line.startswith("#")]

@@ -25,7 +25,9 @@ if sys.argv[1:2] == ["install"]:
     command = Path(sys.executable).parent / "loomserve"
     command.write_text('#!/bin/sh\\necho served in "$PWD": "$@"\\n')
     command.chmod(0o755)
+    sys.exit(os.environ.get("NONE_OF") in sys.argv)
 """
+INSTALL = "install --disable-pip-version-check -e"
 
 
 class Checkout:
@@ -37,6 +39,7 @@ class Checkout:
         for name in ("serve", "test", "_environment.sh", "_environment.py"):
             shutil.copy(SCRIPTS / name, root / "scripts")
         (root / "pyproject.toml").write_text("[project]\n")
+        (root / "scripts" / "constraints.txt").write_text("torch==2.13.0\n")
         pip = root / "fake" / "pip"
         pip.mkdir(parents=True)
         (pip / "__main__.py").write_text(FAKE_PIP)
@@ -61,6 +64,10 @@ class Checkout:
         return out
 
     @property
+    def tested(self) -> str:
+        return f"--constraint {self.root / 'scripts' / 'constraints.txt'}"
+
+    @property
     def installs(self) -> list[str]:
         return self.log.read_text().splitlines()
 
@@ -77,12 +84,26 @@ def test_serve_sets_up_once_and_passes_everything_on(checkout, tmp_path):
     said = checkout.run("serve", "--model", "my model", "--port", "0", cwd=tmp_path)
     assert said == f"served in {tmp_path}: serve --model my model --port 0\n"
     assert len(checkout.installs) == 1
-    assert checkout.installs[0].endswith(f"-e {checkout.root}")
+    assert checkout.installs == [f"{INSTALL} {checkout.root} {checkout.tested}"]
 
     checkout.run("serve")
     assert len(checkout.installs) == 1
 
     (checkout.root / "pyproject.toml").write_text("[project]\n# another dependency\n")
+    checkout.run("serve")
+    assert len(checkout.installs) == 2
+
+
+def test_other_versions_do_where_the_tested_ones_cannot_be_had(checkout, monkeypatch):
+    monkeypatch.setenv("NONE_OF", "--constraint")
+    assert checkout.run("serve", "a").endswith("serve a\n")
+    tried, taken = checkout.installs
+    assert tried == f"{taken} {checkout.tested}"
+
+
+def test_other_tested_versions_are_installed(checkout):
+    checkout.run("serve")
+    (checkout.root / "scripts" / "constraints.txt").write_text("torch==2.12.0\n")
     checkout.run("serve")
     assert len(checkout.installs) == 2
 
@@ -103,7 +124,7 @@ def test_an_interrupted_set_up_is_made_again(checkout):
 
 def test_test_installs_the_test_tools_which_serve_then_finds_done(checkout):
     checkout.run("test")
-    assert checkout.installs[0].endswith(f"-e {checkout.root}[test]")
+    assert checkout.installs == [f"{INSTALL} {checkout.root}[test] {checkout.tested}"]
     checkout.run("serve")
     assert len(checkout.installs) == 1
 
