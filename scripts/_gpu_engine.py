@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from array import array
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import torch
 
 from runtime.config import SchedulerConfig
 from runtime.request import Request, SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from runtime.execution.device import Device
     from runtime.execution.model_runner import ModelRunner
     from runtime.request import TokenLogprobs
     from runtime.runner import LaunchedStep
@@ -27,7 +31,9 @@ class Outcome:
     Args:
         tokens, logprobs: by request. prompt_logprobs: by request, where asked for.
         wall_s: of the whole run. device_s: sum over the steps. steps: by kind.
-        tail_s, tail_device_s: the same two over the last steps that were decode steps alone.
+        tail_s, tail_device_s: the same two over the last steps that were decode steps alone, and
+            tail_steps their number.
+        host_s: what launching and sampling took of the host, over all steps.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -38,6 +44,8 @@ class Outcome:
     device_s: float = 0.0
     tail_s: float = 0.0
     tail_device_s: float = 0.0
+    tail_steps: int = 0
+    host_s: float = 0.0
 
 
 def scheduler_for(runner: ModelRunner, *, chunk: int, mixed: bool) -> Scheduler:
@@ -58,6 +66,20 @@ def make_request(name: str, prompt: Sequence[int], sampling: SamplingParams) -> 
     return Request(name, array("i", prompt), sampling, arrival_s=0.0)
 
 
+@contextmanager
+def forbidding_waits(device: Device) -> Iterator[None]:
+    """In the block torch raises where a call waits for the device by itself: a copy from pageable
+    memory, a value that is read."""
+    if not device.queued:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 class _Run:
     """One run of the loop; at most one step is in flight beside the one being planned."""
 
@@ -70,7 +92,17 @@ class _Run:
     def launch(self, batch: ScheduleBatch) -> tuple[ScheduleBatch, LaunchedStep]:
         kind = batch.kind
         self.outcome.steps[kind] = self.outcome.steps.get(kind, 0) + 1
-        return batch, self.runner.launch(batch)
+        start = time.perf_counter()
+        with forbidding_waits(self.runner.device):
+            launched = self.runner.launch(batch)
+        self.outcome.host_s += time.perf_counter() - start
+        return batch, launched
+
+    def sample(self, launched: LaunchedStep) -> None:
+        start = time.perf_counter()
+        with forbidding_waits(self.runner.device):
+            launched.sample(None)
+        self.outcome.host_s += time.perf_counter() - start
 
     def commit(self, flight: tuple[ScheduleBatch, LaunchedStep]) -> None:
         batch, pending = flight
@@ -83,10 +115,12 @@ class _Run:
             if self._tail_start:
                 outcome.tail_s = now - self._tail_start
                 outcome.tail_device_s += output.device_s
+                outcome.tail_steps += 1
             else:
                 self._tail_start = now
         else:
             self._tail_start = outcome.tail_s = outcome.tail_device_s = 0.0
+            outcome.tail_steps = 0
         for news in self.scheduler.commit(batch, output, now):
             name = news.request.request_id
             outcome.tokens.setdefault(name, []).extend(news.token_ids)
@@ -112,7 +146,7 @@ def run_requests(
         elif launched is None and scheduler.has_unfinished:
             raise RuntimeError(f"nothing to launch and nothing in flight: {plan.reason}")
         if launched is not None:
-            launched[1].sample(None)
+            run.sample(launched[1])
             if not overlap:
                 run.commit(launched)
                 launched = None

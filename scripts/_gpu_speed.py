@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,9 @@ from torch.nn.attention.bias import causal_lower_right
 from ops.op_set import AttentionBatch, AttentionSpec
 from runtime.execution.kv_pool import bytes_per_token
 from runtime.request import SamplingParams
+from runtime.scheduling.schedule_batch import ScheduleBatch
 from scripts._gpu_correctness import fill_decode_rows
-from scripts._gpu_engine import make_request, run_requests, scheduler_for
+from scripts._gpu_engine import forbidding_waits, make_request, run_requests, scheduler_for
 from scripts._gpu_models import linear_parameters, step_weight_bytes
 
 if TYPE_CHECKING:
@@ -36,17 +38,23 @@ class Limits:
     matmul_flops: float
 
 
+# Between two marks, since one call alone is measured with what the marks take, and with the clock
+# of a device that has just been idle.
+_CALLS = 10
+
+
 def seconds_of(device: Device, call: Callable[[], object], *, repeats: int) -> float:
     """Median device time of a call, after one warm-up; of one call where a CPU tries the script."""
     call()
-    times = []
+    times, calls = [], _CALLS if device.queued else 1
     for _ in range(repeats if device.queued else 1):
         start, end = device.fence(), device.fence()
         start.record()
-        call()
+        for _ in range(calls):
+            call()
         end.record()
         end.synchronize()
-        times.append(end.seconds_since(start))
+        times.append(end.seconds_since(start) / calls)
     return sorted(times)[len(times) // 2]
 
 
@@ -111,6 +119,91 @@ def idle_between_steps(runner: ModelRunner, *, rows: int, new: int) -> dict[str,
         share = 1 - outcome.tail_device_s / outcome.tail_s
         shares["overlap" if overlap else "synchronous"] = share
     return shares
+
+
+def served_steps(runner: ModelRunner, *, rows: int, new: int) -> list[dict[str, float | str]]:
+    """Milliseconds of a decode step as it is served, by the kind of sampling: of the wall, of the
+    device, and of the host to launch it and to let it sample."""
+    draw, vocab = random.Random(0), runner.info.vocab_size
+    prompts = [[draw.randrange(vocab) for _ in range(16)] for _ in range(rows)]
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "temperature": {"temperature": 0.7},
+        "top-p": {"temperature": 0.7, "top_p": 0.9},
+        "penalties": {"temperature": 0.7, "presence_penalty": 0.5},
+    }
+    results: list[dict[str, float | str]] = []
+    for name, options in kinds.items():
+        sampling = SamplingParams(max_new_tokens=new, ignore_eos=True, **options)
+        requests = [
+            make_request(f"r{i}", prompt, replace(sampling, seed=i))
+            for i, prompt in enumerate(prompts)
+        ]
+        scheduler = scheduler_for(runner, chunk=max(32, 16 * rows), mixed=True)
+        outcome = run_requests(scheduler, runner, requests)
+        steps = outcome.tail_steps
+        results.append(
+            {
+                "sampling": name,
+                "rows": rows,
+                "wall_ms": 1e3 * outcome.tail_s / steps,
+                "device_ms": 1e3 * outcome.tail_device_s / steps,
+                "host_ms": 1e3 * outcome.host_s / sum(outcome.steps.values()),
+            }
+        )
+    return results
+
+
+@torch.inference_mode()
+def mixed_steps(
+    runner: ModelRunner, chunks: list[int], *, rows: int, kv_len: int
+) -> list[dict[str, float]]:
+    """Milliseconds of the host to launch a step with a piece of a prompt beside decode rows, and of
+    the device to compute it: the median of five, after one."""
+    results = []
+    for chunk in chunks:
+        fill_decode_rows(runner, [kv_len] * rows + [chunk])
+        host, device = [], []
+        for _ in range(6):
+            batch = mixed_batch(chunk, rows, kv_len)
+            start = time.perf_counter()
+            with forbidding_waits(runner.device):
+                launched = runner.launch(batch)
+                launched.sample(None)
+            host.append(time.perf_counter() - start)
+            device.append(launched.result().device_s)
+        host_s, device_s = (sorted(times[1:])[2] for times in (host, device))
+        results.append(
+            {
+                "chunk": chunk,
+                "rows": rows,
+                "host_ms": 1e3 * host_s,
+                "device_ms": 1e3 * device_s,
+            }
+        )
+    return results
+
+
+def mixed_batch(chunk: int, rows: int, kv_len: int) -> ScheduleBatch:
+    """A step whose first row is a prompt of `chunk` tokens, in the pages that `fill_decode_rows`
+    gave to the row behind the decode rows."""
+    tokens = array("i", [1] * chunk)
+    count = rows + 1
+    starts = [0] + [kv_len - 1] * rows
+    lengths = [chunk] + [1] * rows
+    sampling = SamplingParams(temperature=0.0)
+    return ScheduleBatch(
+        step=0,
+        num_prefill=1,
+        requests=[make_request(f"r{i}", tokens, sampling) for i in range(count)],
+        rows=array("i", [count, *range(1, count)]),
+        prefix_lens=array("i", starts),
+        extend_lens=array("i", lengths),
+        input_ids=tokens,
+        sampled=array("i", range(count)),
+        sample_positions=array("i", map(sum, zip(starts, lengths, strict=True))),
+        output_counts=array("i", [0] * count),
+    )
 
 
 def extend_attention_rates(

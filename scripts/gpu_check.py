@@ -5,13 +5,15 @@
     python scripts/gpu_check.py --device cpu --tiny    # tries the script itself, in an interpreter
 
 Models are of published shapes (Qwen3-0.6B, Llama-3.1-8B) with random weights. Correctness: every
-op against its float32 reference, replayed graphs bit-equal to eager steps, the same tokens with
-overlap and mixing on and off. Speed: decode steps against the batch beside the floors that this
-GPU's measured copy bandwidth and matmul rate set, idle time between steps, extend attention beside
-torch's flash kernel, and 256 requests offline. A table comes last, everything goes to a JSON file.
+op against its float32 reference, the start of a server's runner from a checkpoint, replayed graphs
+bit-equal to eager steps, the same tokens with overlap and mixing on and off; torch raises where
+launching a step waits for the device. Speed: decode steps against the batch beside the floors that
+this GPU's measured copy bandwidth and matmul rate set, served steps by kind of sampling, mixed
+steps' host time beside the device's, idle time between steps, extend attention beside torch's flash
+kernel, and 256 requests offline. A table comes last, everything goes to a JSON file.
 
-Needs torch, Triton and numpy; no server. Exits 0 when all checks passed, 1 when one failed, 2
-without a GPU.
+Needs torch, Triton and numpy, and for the start of a runner safetensors and gguf; no server. Exits
+0 when all checks passed, 1 when one failed, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -94,6 +96,9 @@ def run(options: argparse.Namespace) -> Report:
         report.check([correctness.check_large_offsets(device)])
         report.check(correctness.check_elementwise(device))
         report.check(correctness.check_sampling(device, tiny=tiny))
+    report.check(build_checks(device, tiny=tiny))
+    gc.collect()
+    with torch.inference_mode():
         limits = speed.measure_limits(device, tiny=tiny)
         report.results["limits"] = asdict(limits)
         report.note("single ops")
@@ -116,6 +121,18 @@ def run(options: argparse.Namespace) -> Report:
     return report
 
 
+def build_checks(device: Any, *, tiny: bool) -> Any:
+    """Those of `build_runner`, whose readers of checkpoints need packages that a machine which only
+    checks its GPU may lack."""
+    from scripts._gpu_correctness import Check
+
+    try:
+        from scripts._gpu_build import check_build
+    except ModuleNotFoundError as error:
+        return [Check("build_runner", None, f"{error.name} is not installed")]
+    return check_build(device, tiny=tiny)
+
+
 def measure_model(report: Report, device: Any, model: Any, limits: Any, tiny: bool) -> Any:
     from scripts import _gpu_correctness as correctness
     from scripts import _gpu_models as models
@@ -132,6 +149,13 @@ def measure_model(report: Report, device: Any, model: Any, limits: Any, tiny: bo
     result = {
         "decode": speed.decode_steps(runner, model, limits, batches, 20 if tiny else 1024),
         "idle": speed.idle_between_steps(runner, rows=2 if tiny else 64, new=4 if tiny else 128),
+        "served": speed.served_steps(runner, rows=2 if tiny else 64, new=4 if tiny else 64),
+        "mixed": speed.mixed_steps(
+            runner,
+            [8] if tiny else [64, 256, 1024, 4096],
+            rows=2 if tiny else 32,
+            kv_len=20 if tiny else 512,
+        ),
         "offline": speed.offline_throughput(
             runner,
             requests=3 if tiny else 256,
@@ -170,6 +194,17 @@ def table(results: dict[str, Any]) -> str:
             f"{r['batch']:24d} {r['kv_len']:7d} {r['ms']:7.2f} {r['byte_floor_ms']:7.2f}"
             f" {r['flop_floor_ms']:7.2f} {r['over_floor']:9.2f}"
             for r in model["decode"]
+        ]
+        lines += ["  served steps      rows  wall, ms   device     host"]
+        lines += [
+            f"  {r['sampling']:16s} {r['rows']:5d} {r['wall_ms']:9.2f} {r['device_ms']:8.2f}"
+            f" {r['host_ms']:8.2f}"
+            for r in model["served"]
+        ]
+        lines += ["  mixed steps       rows  chunk   device, ms     host"]
+        lines += [
+            f"  {r['rows']:22d} {r['chunk']:6d} {r['device_ms']:12.2f} {r['host_ms']:8.2f}"
+            for r in model["mixed"]
         ]
         idle, offline = model["idle"], model["offline"]
         lines += [

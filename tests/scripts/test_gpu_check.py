@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.gpu_check import build_checks
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 
 # What a machine that only checks its GPU need not have.
 WITHOUT_SERVER = """
 import runpy, sys
-for name in ("orjson", "aiohttp", "uvloop", "gguf", "prometheus_client", "transformers"):
+for name in ("orjson", "aiohttp", "uvloop", "prometheus_client", "transformers"):
     sys.modules[name] = None
 sys.argv = [sys.argv[1], *sys.argv[2:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -29,6 +31,16 @@ def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+def test_without_readers_of_checkpoints_the_start_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "scripts._gpu_build", raising=False)
+    monkeypatch.setitem(sys.modules, "runtime.execution.build", None)
+    (check,) = build_checks(None, tiny=True)
+    assert (check.name, check.passed) == ("build_runner", None)
+    assert "not installed" in check.detail
 
 
 @pytest.mark.slow
@@ -53,7 +65,17 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         "slots past 2**31 elements"
     ]
     assert False not in verdicts.values()
-    for part in ("extend_attention d128", "decode_attention d256", "rotary", "sample top-p"):
+    for part in (
+        "extend_attention d128",
+        "extend_attention d64 g24 window and cap",
+        "decode_attention d256 g4 soft cap small",
+        "decode_attention d128 g4 300 keys",
+        "rotary",
+        "sample top-p",
+        "sample greedy with bias, penalties, bans and masks",
+        "build_runner: starts",
+        "build_runner: memory",
+    ):
         assert any(name.startswith(part) for name in verdicts)
     for part in ("graph of 4 replays 3 rows", "tokens with no overlap", "teacher forcing"):
         assert part in verdicts
@@ -61,6 +83,13 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
     measured = results["models"]["tiny"]
     assert [row["batch"] for row in measured["decode"]] == [1, 4]
     assert set(measured["idle"]) == {"overlap", "synchronous"}
+    assert [row["sampling"] for row in measured["served"]] == [
+        "greedy",
+        "temperature",
+        "top-p",
+        "penalties",
+    ]
+    assert all(row["host_ms"] > 0 and row["device_ms"] > 0 for row in measured["mixed"])
     assert measured["offline"]["requests"] == 3
     assert "x floor" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("all results:")
