@@ -139,7 +139,8 @@ class ServerConfig:
     )
     sse_keepalive: float = option(
         5.0,
-        "seconds after which a stream that has nothing to tell says that it is still there; 0: off",
+        "seconds after which a stream that has nothing to tell says that it is still there; 0: off,"
+        " and its headers wait for its first token, so that a router can ask elsewhere until then",
         at_least=0,
     )
     request_timeout: float = option(

@@ -225,8 +225,8 @@ async def _whole(request: web.Request, begin: Begin) -> web.StreamResponse:
 
 async def _stream(request: web.Request, begin: Begin, form: StreamForm) -> web.StreamResponse:
     """Events as they come. The headers go out when the request is queued; where it is still
-    tokenized or its grammar compiled, they wait for that or a little while (see heartbeat.py).
-    What fails later is told by an event."""
+    tokenized or its grammar compiled, they wait for that or a little while (see heartbeat.py);
+    without keep-alives, for the first token. What fails later is told by an event."""
     service = request.app[SERVICE]
     out = EventStream(request, service.config.slow_reader_timeout)
     told = _Telling(service, out, form)
@@ -262,7 +262,8 @@ class _Telling:
         with generation:
             self._made = made = new_answer(generation)
             if generation.ready:
-                await out.open()
+                if self._service.config.sse_keepalive:
+                    await out.open()
                 if generation.params.include_progress:
                     await out.send(self.still_there())
             async for news in generation:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.errors import ConfigError
-from server.args import parse_args
+from server.args import OPTIONS, parse_args
 from server.http.sockets import listen
 
 if TYPE_CHECKING:
@@ -59,10 +59,15 @@ class FleetConfig:
         return [sys.executable, "-P", "-m", "server", *self.words, *words]
 
     def replica_environment(self, number: int) -> dict[str, str]:
-        if not self.devices:
-            return dict(os.environ)
-        device = self.devices[number % len(self.devices)]
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": device}
+        environment = dict(os.environ)
+        keepalive = OPTIONS["sse_keepalive"]
+        if self.server.sse_keepalive == keepalive.default:
+            # Nothing goes out before the first token: where a replica dies with a queue, the router
+            # asks another one. A value on the command line still goes before this.
+            environment.setdefault(keepalive.environment_variable, "0")
+        if self.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self.devices[number % len(self.devices)]
+        return environment
 
     def router_command(self) -> list[str]:
         drain_s = math.ceil(self.server.drain_timeout)

@@ -26,9 +26,12 @@ async def heartbeat(
     """Keeps a stream alive while it is written, until it is to be ended.
 
     Args:
-        every_s: nothing was sent for so long: `beat` is; 0: never.
+        every_s: nothing was sent for so long: `beat` is; 0: never, and nothing is opened either.
         beat: makes whole events.
     """
+    if not every_s:
+        yield
+        return
     beating = asyncio.create_task(_beats(out, every_s, beat))
     try:
         yield
@@ -42,7 +45,7 @@ async def _beats(out: EventStream, every_s: float, beat: Callable[[], bytes]) ->
     try:
         await asyncio.sleep(OPEN_AFTER_S)
         await out.open()
-        while every_s:
+        while True:
             left = out.sent_s + every_s - now()
             if left <= 0:
                 if not out.unread:  # else there is something on its way

@@ -36,17 +36,21 @@ def python_with_clients(scratch: Path) -> Path:
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-        _install(python)
+        # Without compiling: most of the modules are never imported.
+        install(python, "--no-deps", "--no-compile", "--requirement", str(REQUIREMENTS))
         (folder / "complete").touch()
     return python
 
 
-def _install(python: Path) -> None:
-    # Without compiling: most of the modules are never imported.
-    options = ("--no-deps", "--no-compile", "--disable-pip-version-check", "--retries", "2")
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", *options]
+def install(python: Path, *words: str) -> None:
+    """Has pip install into the environment of a Python, which has no pip of its own.
+
+    Args: words: options and requirements.
+    Raises: NoIndex. RuntimeError: they cannot be installed for another reason.
+    """
+    options = ("--disable-pip-version-check", "--retries", "2")
     done = subprocess.run(
-        [*command, "--requirement", str(REQUIREMENTS)],
+        [sys.executable, "-m", "pip", "--python", str(python), "install", *options, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

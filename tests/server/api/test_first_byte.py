@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from typing import Any
+from urllib.parse import urlsplit
 
 import anthropic
 import openai
@@ -144,14 +145,45 @@ async def test_a_client_of_the_old_protocol_is_kept_alive_without_chunks(held):
         await server.wait_idle()
 
 
-async def test_keep_alives_can_be_off(held, monkeypatch):
+@pytest.mark.parametrize("path", BODIES)
+async def test_without_keep_alives_the_headers_wait_for_the_first_token(path, held, monkeypatch):
+    """What a router has had no byte of, it asks elsewhere when this server dies."""
     monkeypatch.setattr(heartbeat, "OPEN_AFTER_S", 0.0)
     async with asyncio.timeout(20), fake_server(runner=held, sse_keepalive=0) as server:
-        async with ask(server, "/v1/completions") as answer:
-            for _ in range(50):
-                await asyncio.sleep(0)  # whoever would send them has had its turns
-            held.go.set()
-            assert b"\n:" not in b"\n" + await answer.read()
+        address = urlsplit(server.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        data = json.dumps({**BODIES[path], "stream": True}).encode()
+        writer.write(f"POST {path} HTTP/1.0\r\nContent-Length: {len(data)}\r\n\r\n".encode())
+        writer.write(data)
+        while not server.service.generator.live:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for _ in range(50):
+            await asyncio.sleep(0)  # whoever would send something has had its turns
+        nothing_yet = asyncio.ensure_future(reader.read(1))
+        assert not (await asyncio.wait([nothing_yet], timeout=0))[0]
+        held.go.set()
+        whole = await nothing_yet + await reader.read()
+        writer.close()
+        assert whole.startswith(b"HTTP/1.0 200")
+        assert b"\n:" not in whole
+        assert b"ping" not in whole
+        await server.wait_idle()
+
+
+async def test_without_keep_alives_what_is_refused_late_has_its_status(monkeypatch):
+    plan_chat = chat_plan.plan_chat
+
+    async def slow_plan(*given):
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return await plan_chat(*given)
+
+    monkeypatch.setattr(heartbeat, "OPEN_AFTER_S", 0.0)
+    monkeypatch.setattr(chat_plan, "plan_chat", slow_plan)
+    long = {"messages": [{"role": "user", "content": "x" * 9000}]}
+    async with asyncio.timeout(20), fake_server(sse_keepalive=0) as server:
+        async with ask(server, "/v1/chat/completions", **long) as answer:
+            assert answer.status == 400
         await server.wait_idle()
 
 

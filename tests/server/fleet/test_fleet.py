@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from runtime.errors import ConfigError
+from server.args import parse_args
 from server.fleet import options as fleet_options
 from server.fleet.options import parse_fleet
 from server.fleet.supervisor import Fleet, run_fleet
@@ -43,6 +44,24 @@ def test_devices_are_dealt_out_in_turn():
     assert seen == ["0", "2", "0"]
     assert "--cpu-threads" not in config.replica_command(0)
     assert after(config.replica_command(0), "--device") == "cuda", "it refuses without a GPU"
+
+
+def keepalive_of_a_replica(words, monkeypatch):
+    """What the server of a replica is told, by its command line and environment."""
+    config = parse_fleet(words)
+    for name, value in config.replica_environment(0).items():
+        monkeypatch.setenv(name, value)
+    return parse_args(config.replica_command(0)[4:]).sse_keepalive
+
+
+def test_streams_wait_for_their_first_token_so_that_the_router_can_ask_elsewhere(monkeypatch):
+    assert keepalive_of_a_replica([], monkeypatch) == 0.0
+
+
+@pytest.mark.parametrize("seconds", [5.0, 7.0])
+def test_keep_alives_that_are_asked_for_are_sent_by_the_replicas(seconds, monkeypatch):
+    words = ["--sse-keepalive", str(seconds)]
+    assert keepalive_of_a_replica(words, monkeypatch) == seconds
 
 
 @pytest.mark.parametrize(

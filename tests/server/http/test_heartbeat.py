@@ -62,7 +62,7 @@ def test_it_opens_in_time_and_beats_after_each_silence():
 
 def test_it_is_off_at_0():
     out = beats_of(0.0, [])
-    assert out.opened_s == pytest.approx(OPEN_AFTER_S)
+    assert out.opened_s is None
     assert out.beats == []
 
 
