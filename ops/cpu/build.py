@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -34,13 +35,15 @@ FOLDER = "kernels"  # in the cache folder
 _CHECKSUM = ".sha256"  # of the file beside a library; a mapped library that is cut short kills us
 _PARTIAL = ".partial-"
 
-# From the fastest to the most common: what the CPU must have (names of /proc/cpuinfo).
+# From the fastest to the most common: what the CPU must have (names of /proc/cpuinfo). avx2_vnni is
+# what CPUs without AVX-512 have since about 2021.
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 INSTRUCTION_PATHS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
     "avx512_vnni": (*_AVX512, "avx512_vnni"),
     "avx512": _AVX512,
+    "avx2_vnni": (*_AVX2, "avx_vnni"),
     "avx2": _AVX2,
 }
 
@@ -81,7 +84,8 @@ def available_paths() -> list[str]:
 
 
 def choose_path(wanted: str | None = None) -> str:
-    """The instruction path that is wanted, or the best of this CPU.
+    """The instruction path that is wanted, or the best of this CPU whose instructions the compiler
+    knows.
 
     Raises:
         KernelBuildError: this CPU does not have it, or none.
@@ -90,10 +94,19 @@ def choose_path(wanted: str | None = None) -> str:
     if not available:
         raise KernelBuildError("this CPU has none of the supported instruction sets")
     if wanted is None:
-        return available[0]
+        return next(filter(_known_to_compiler, available), available[0])
     if wanted not in available:
         raise KernelBuildError(f"instruction path {wanted!r}: this CPU has {', '.join(available)}")
     return wanted
+
+
+def _known_to_compiler(path: str) -> bool:
+    """Whether it takes the path's flags; an old one may be younger than the CPU."""
+    try:
+        command = [find_compiler(), *machine_flags(path), "-x", "c++", "-E", os.devnull]
+    except NoCompiler:
+        return True  # nothing is compiled, and what was built before serves
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def find_compiler() -> str:
@@ -188,7 +201,7 @@ def is_whole(library: Path) -> bool:
 
 def machine_flags(path: str) -> tuple[str, ...]:
     """The compiler's names of a path's instruction sets."""
-    return tuple("-m" + flag.replace("avx512_", "avx512") for flag in INSTRUCTION_PATHS[path])
+    return tuple("-m" + re.sub("^avx(512)?_", r"avx\1", flag) for flag in INSTRUCTION_PATHS[path])
 
 
 def _digest(flags: Sequence[str]) -> str:

@@ -15,18 +15,43 @@ namespace {
 template <int N>
 using TileTable = std::array<TileFunction, N>;
 
+// Whether the sums of R rows by a pair of panels, with what they are made of, fit the registers.
+#if defined(LOOM_ZMM)
+constexpr bool pair_fits(int) { return true; }
+#else
+constexpr bool pair_fits(int rows) { return rows <= 2; }
+#endif
+
+template <int R, int P>
+void float_tile(const Tile& t) {
+  if constexpr (P != 2 || pair_fits(R)) {
+    tile_f32<R, P>(t);
+  } else {
+    one_by_one(t, tile_f32<R, 1>);
+  }
+}
+
+template <int R, int P>
+void bf16_tile(const Tile& t) {
+#if defined(__AVX512BF16__)
+  tile_bf16_by_dot<R, P>(t);
+#else
+  if constexpr (pair_fits(R)) {
+    tile_bf16_by_fma<R, P>(t);
+  } else {
+    one_by_one(t, tile_bf16_by_fma<R, 1>);
+  }
+#endif
+}
+
 template <int panels, size_t... R>
 constexpr TileTable<sizeof...(R)> float_table(std::index_sequence<R...>) {
-  return {tile_f32<R + 1, panels>...};
+  return {float_tile<R + 1, panels>...};
 }
 
 template <int panels, size_t... R>
 constexpr TileTable<sizeof...(R)> bf16_table(std::index_sequence<R...>) {
-#if defined(__AVX512BF16__)
-  return {tile_bf16_by_dot<R + 1, panels>...};
-#else
-  return {tile_bf16_by_fma<R + 1>...};
-#endif
+  return {bf16_tile<R + 1, panels>...};
 }
 
 template <int kind, size_t... R>
@@ -81,10 +106,7 @@ Format input_format([[maybe_unused]] int kind) {
 #if defined(__AVX512BF16__)
   if (kind == LOOM_KIND_BF16) return Format::kBf16;
 #endif
-#if defined(__AVX512VNNI__)
-  if (is_quantized(kind)) return Format::kInt8;
-#endif
-  return Format::kFloat;
+  return is_quantized(kind) ? Format::kInt8 : Format::kFloat;
 }
 
 int64_t padded_k(int kind, int64_t k) {
@@ -111,33 +133,26 @@ int64_t row_bytes(int kind, int64_t k) {
 
 namespace {
 
-#if defined(__AVX512VNNI__)
-// Symmetric: the largest magnitude of a group becomes 127. A NaN or an infinity, whose bits are
-// larger than any number's, makes the group's scale NaN, so that it does not turn into a number.
+// Symmetric: the largest magnitude of a group becomes 127. A NaN or an infinity makes the group's
+// scale NaN, so that it does not turn into a number.
 void quantize_row(const float* x, int64_t k, char* out) {
   int64_t groups = (k + kGroup - 1) / kGroup;
   auto* of_row = (GroupOfRow*)(out + groups * kGroup);
   for (int64_t g = 0; g < groups; g++) {
     int n = int(std::min<int64_t>(kGroup, k - g * kGroup));
     F16 low = load_n(x + g * kGroup, n), high = load_n(x + g * kGroup + kLanes, n - kLanes);
-    __m512i magnitude = _mm512_max_epu32(_mm512_castps_si512(abs(low).v),
-                                         _mm512_castps_si512(abs(high).v));
-    uint32_t bits = _mm512_reduce_max_epu32(magnitude);
+    uint32_t bits = peak_bits(low, high);
     float peak;
     memcpy(&peak, &bits, 4);
     bool finite = bits < 0x7f800000;
     float scale = finite ? peak / 127.0f : NAN;
     F16 inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
-    __m512i a = _mm512_cvtps_epi32((low * inverse).v), b = _mm512_cvtps_epi32((high * inverse).v);
-    auto* to = (__m128i*)(out + g * kGroup);
-    _mm_storeu_si128(to, _mm512_cvtsepi32_epi8(a));
-    _mm_storeu_si128(to + 1, _mm512_cvtsepi32_epi8(b));
+    int32_t total = to_bytes(low * inverse, high * inverse, out + g * kGroup);
     // What the conversion made of a value that is no number may not fit the sum.
-    int32_t total = finite ? _mm512_reduce_add_epi32(_mm512_add_epi32(a, b)) : 0;
+    if (!finite) total = 0;
     of_row[g] = {scale, scale * float(total), -128 * total, 0};
   }
 }
-#endif
 
 template <class T>
 void convert_row(const float* x, int64_t k, int64_t wide, T* out) {
@@ -152,9 +167,7 @@ void convert_row(const float* x, int64_t k, int64_t wide, T* out) {
 void encode_row(int kind, const float* x, int64_t k, char* out) {
   switch (input_format(kind)) {
     case Format::kBf16: return convert_row(x, k, padded_k(kind, k), (bf16*)out);
-#if defined(__AVX512VNNI__)
     case Format::kInt8: return quantize_row(x, k, out);
-#endif
     default: return convert_row(x, k, padded_k(kind, k), (float*)out);
   }
 }
@@ -228,47 +241,123 @@ PanelPair panel_pair(const LoomLinear& layer, bool gated, int64_t pair) {
 
 int64_t pairs_of(const LoomLinear& layer) { return (layer.n + kPair - 1) / kPair; }
 
+// A claimed piece of a layer: a pair of panels by some rows.
+struct Piece {
+  const LoomLinear& layer;
+  const Epilogue& epilogue;
+  Rows x;
+  int64_t pair;
+  PanelPair now, ahead;  // ahead: of the next piece, to be fetched; null if there is none
+
+  // Writes the outputs of rows begin .. end - 1 from their sums.
+  void emit(int64_t begin, int64_t end, const float* sums) const {
+    for (int64_t row = begin; row < end; row++, sums += kPair) {
+      if (epilogue.mode == Epilogue::kActAndMul) {
+        emit_product(layer, epilogue, row, pair * kPanel, sums);
+      } else {
+        emit_columns(layer, epilogue, row, pair * kPair, sums);
+      }
+    }
+  }
+};
+
+// Row tiles first .. last - 1 of `count` tiles of equal height: 16 rows are 8 + 8, not 12 + 4.
+struct RowTiles {
+  int64_t rows, count, first, last;
+  int64_t begin(int64_t i) const { return rows * i / count; }
+};
+
+// Each row tile walks all of K.
+void run_whole(const Piece& piece, const RowTiles& tiles, const TileFunction* by_rows) {
+  alignas(64) float sums[kRowTile * kPair];
+  int64_t lines = lines_of(piece.layer.kind, piece.layer.k);
+  for (int64_t i = tiles.first; i < tiles.last; i++) {
+    int64_t begin = tiles.begin(i), end = tiles.begin(i + 1);
+    Tile tile = {piece.x.data + begin * piece.x.stride, piece.x.stride, piece.now.panel0,
+                 piece.now.panel1, lines, sums, kPair, false, nullptr, nullptr};
+    // With several row tiles, the first fetches the first panel to come, the second the other.
+    if (i == tiles.first) tile.prefetch0 = piece.ahead.panel0;
+    if (i == tiles.first + 1 || tiles.last - tiles.first == 1) tile.prefetch1 = piece.ahead.panel1;
+    by_rows[end - begin - 1](tile);
+    piece.emit(begin, end, sums);
+  }
+}
+
+#if !defined(LOOM_ZMM)
+// Sixteen registers hold little, so all that a row tile reads must come from the first cache: K is
+// walked in blocks whose lines stay there for all row tiles, as floats (bfloat16 is widened once per
+// block). Sums wait in memory between blocks as the float32 that they are in the registers, so each
+// is still one accumulator that walks K upwards.
+constexpr int64_t kBlockK = 128, kBlockTiles = 16;
+
+// Lines of `panel` from `begin` on as floats; `ahead` null or a panel to fetch meanwhile.
+const char* widened(const char* panel, const char* ahead, int64_t begin, int64_t count, float* out) {
+  for (int64_t s = begin; s < begin + count; s++, out += 2 * kPanel) {
+    if (ahead) prefetch(ahead + 64 * s);
+    store(out, pair_even(panel + 64 * s));
+    store(out + kPanel, pair_odd(panel + 64 * s));
+  }
+  return (const char*)(out - 2 * kPanel * count);
+}
+
+void run_blocked(const Piece& piece, const RowTiles& tiles) {
+  alignas(64) float sums[kBlockTiles * kRowTile * kPair], panels[2][kBlockK * kPanel];
+  bool wide = piece.layer.kind == LOOM_KIND_F32;
+  int64_t k = padded_k(piece.layer.kind, piece.layer.k);
+  for (int64_t first = tiles.first; first < tiles.last; first += kBlockTiles) {
+    int64_t last = std::min(first + kBlockTiles, tiles.last), top = tiles.begin(first);
+    PanelPair ahead = first == tiles.first ? piece.ahead : PanelPair{nullptr, nullptr};
+    for (int64_t at = 0; at < k; at += kBlockK) {
+      int64_t steps = std::min(kBlockK, k - at);
+      PanelPair now = {piece.now.panel0 + 64 * at, piece.now.panel1 + 64 * at};
+      if (!wide) {
+        now.panel0 = widened(piece.now.panel0, ahead.panel0, at / 2, steps / 2, panels[0]);
+        now.panel1 = widened(piece.now.panel1, ahead.panel1, at / 2, steps / 2, panels[1]);
+      }
+      for (int64_t i = first; i < last; i++) {
+        int64_t begin = tiles.begin(i), end = tiles.begin(i + 1);
+        tile_float(int(end - begin),
+                   {piece.x.data + begin * piece.x.stride + 4 * at, piece.x.stride, now.panel0,
+                    now.panel1, steps, sums + (begin - top) * kPair, kPair, at > 0, nullptr,
+                    nullptr});
+      }
+    }
+    piece.emit(top, tiles.begin(last), sums);
+  }
+}
+#endif
+
+void run_piece(const Piece& piece, const RowTiles& tiles, const TileFunction* by_rows) {
+#if !defined(LOOM_ZMM)
+  if (tiles.last - tiles.first > 1 && !is_quantized(piece.layer.kind)) {
+    return run_blocked(piece, tiles);
+  }
+#endif
+  run_whole(piece, tiles, by_rows);
+}
+
 }  // namespace
 
 void linear(Worker& worker, const LoomLinear& layer, Rows x, int64_t rows, const Epilogue& epilogue,
             Coming coming) {
   Tiles tiles = tiles_of(layer.kind);
   bool gated = epilogue.mode == Epilogue::kActAndMul;
-  int64_t pairs = pairs_of(layer), lines = lines_of(layer.kind, layer.k);
+  int64_t pairs = pairs_of(layer), count = (rows + tiles.max_rows - 1) / tiles.max_rows;
   // More threads than pairs of panels: the rows are cut as well, in whole tiles.
-  int64_t row_tiles = (rows + tiles.max_rows - 1) / tiles.max_rows;
   int64_t cuts = std::clamp<int64_t>(4 * worker.size() / std::max<int64_t>(pairs, 1), 1,
-                                     std::max<int64_t>(row_tiles, 1));
+                                     std::max<int64_t>(count, 1));
   int64_t tasks = rows > 0 ? pairs * cuts : 0;
-  alignas(64) float sums[kRowTile * kPair];
   int64_t task = worker.id();
   while (task < tasks) {
-    int64_t following = worker.claim();
-    PanelPair now = panel_pair(layer, gated, task / cuts), ahead = {nullptr, nullptr};
+    int64_t following = worker.claim(), cut = task % cuts;
+    Piece piece = {layer, epilogue, x, task / cuts, panel_pair(layer, gated, task / cuts), {}};
     if (following < tasks) {
-      ahead = panel_pair(layer, gated, following / cuts);
+      piece.ahead = panel_pair(layer, gated, following / cuts);
     } else if (coming.layer && worker.id() < pairs_of(*coming.layer)) {
-      ahead = panel_pair(*coming.layer, coming.gated, worker.id());
+      piece.ahead = panel_pair(*coming.layer, coming.gated, worker.id());
     }
-    // Tiles of equal height: 16 rows are 8 + 8, not 12 + 4.
-    int64_t lo = row_tiles * (task % cuts) / cuts, hi = row_tiles * (task % cuts + 1) / cuts;
-    for (int64_t i = lo; i < hi; i++) {
-      int64_t begin = rows * i / row_tiles, end = rows * (i + 1) / row_tiles;
-      Tile tile = {x.data + begin * x.stride, x.stride, now.panel0, now.panel1, lines, sums, kPair,
-                   false, nullptr, nullptr};
-      // With several row tiles, the first fetches the first panel to come, the second the other.
-      if (i == lo) tile.prefetch0 = ahead.panel0;
-      if (i == lo + 1 || hi - lo == 1) tile.prefetch1 = ahead.panel1;
-      tiles.by_rows[end - begin - 1](tile);
-      for (int64_t row = begin; row < end; row++) {
-        const float* of_row = sums + (row - begin) * kPair;
-        if (gated) {
-          emit_product(layer, epilogue, row, task / cuts * kPanel, of_row);
-        } else {
-          emit_columns(layer, epilogue, row, task / cuts * kPair, of_row);
-        }
-      }
-    }
+    RowTiles part = {rows, count, count * cut / cuts, count * (cut + 1) / cuts};
+    run_piece(piece, part, tiles.by_rows);
     task = following;
   }
   worker.finish();

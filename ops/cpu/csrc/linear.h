@@ -17,7 +17,8 @@
 // Blocking. Two panels (32 outputs) by up to kRowTile rows of accumulators stay in registers. A
 // thread takes a pair of panels over all rows, then claims the next pair, whose lines it prefetches
 // meanwhile: with few rows the weights stream at memory bandwidth, with many they are read once
-// from memory and stay in the cache for the other row tiles.
+// from memory and stay in the cache for the other row tiles. Sixteen 256-bit registers hold one
+// panel by six rows; there many rows walk K in blocks that the first cache holds.
 #pragma once
 
 #include <cstdint>
@@ -104,11 +105,11 @@ void tile_float_wide(int rows, const Tile& tile);
 void tile_bf16_wide(int rows, const Tile& tile);
 #endif
 // Rows of a tile, and of a wide tile, that fit the registers.
-#if defined(__AVX512F__)
+#if defined(LOOM_ZMM)
 constexpr int kRowTile = 12;
 constexpr int kWideRowTile = 6;
 #else
-constexpr int kRowTile = 3;
+constexpr int kRowTile = 6;
 constexpr int kWideRowTile = 1;
 #endif
 

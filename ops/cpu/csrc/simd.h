@@ -18,6 +18,12 @@ using half = uint16_t;  // IEEE binary16
 
 constexpr int kLanes = 16;
 
+// LOOM_YMM asks for two 256-bit registers on a machine that has 512-bit ones: so the instructions
+// of narrower machines can be tested there.
+#if defined(__AVX512F__) && !defined(LOOM_YMM)
+#define LOOM_ZMM
+#endif
+
 inline float to_float(bf16 x) {
   uint32_t bits = uint32_t(x) << 16;
   float f;
@@ -38,7 +44,7 @@ inline bf16 to_bf16(float f) {
 inline void narrow(float f, float* out) { *out = f; }
 inline void narrow(float f, bf16* out) { *out = to_bf16(f); }
 
-#if defined(__AVX512F__)
+#if defined(LOOM_ZMM)
 
 struct F16 {
   __m512 v;
@@ -99,7 +105,6 @@ inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
 inline F16 round(F16 a) { return {_mm512_roundscale_ps(a.v, 8)}; }
-inline F16 floor(F16 a) { return {_mm512_roundscale_ps(a.v, 9)}; }
 inline float sum(F16 a) { return _mm512_reduce_add_ps(a.v); }
 inline float hmax(F16 a) { return _mm512_reduce_max_ps(a.v); }
 // a * 2^n for a whole n.
@@ -130,11 +135,6 @@ inline F16 pair_even(const void* p) {
 inline F16 pair_odd(const void* p) {
   __m512i high = _mm512_set1_epi32(int(0xffff0000));
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high))};
-}
-// Byte `i` (0..3) of sixteen 32-bit words, unsigned, as floats.
-inline F16 byte_of(const void* p, int i) {
-  __m512i x = _mm512_srli_epi32(_mm512_loadu_si512(p), 8 * i);
-  return {_mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32(255)))};
 }
 
 // Transposes sixteen rows of sixteen 32-bit words in place.
@@ -246,7 +246,6 @@ inline F16 abs(F16 a) {
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
 }
 inline F16 round(F16 a) { return {_mm256_round_ps(a.lo, 8), _mm256_round_ps(a.hi, 8)}; }
-inline F16 floor(F16 a) { return {_mm256_round_ps(a.lo, 9), _mm256_round_ps(a.hi, 9)}; }
 inline float sum(F16 a) {
   __m256 x = _mm256_add_ps(a.lo, a.hi);
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -312,21 +311,42 @@ inline F16 pair_odd(const void* p) {
   return {_mm256_castsi256_ps(_mm256_and_si256(load_words(p, 0), high)),
           _mm256_castsi256_ps(_mm256_and_si256(load_words(p, 1), high))};
 }
-inline __m256 byte_of8(__m256i x, int i) {
-  x = _mm256_and_si256(_mm256_srli_epi32(x, 8 * i), _mm256_set1_epi32(255));
-  return _mm256_cvtepi32_ps(x);
-}
-inline F16 byte_of(const void* p, int i) {
-  return {byte_of8(load_words(p, 0), i), byte_of8(load_words(p, 1), i)};
+
+// Eight rows of eight 32-bit words, transposed in place.
+inline void transpose8(__m256 r[8]) {
+  __m256 t[8], u[8];
+  for (int i = 0; i < 4; i++) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+  }
 }
 
 inline void transpose(F16 rows[16]) {
-  float from[16][16], to[16][16];
-  for (int i = 0; i < 16; i++) store(from[i], rows[i]);
-  for (int i = 0; i < 16; i++) {
-    for (int j = 0; j < 16; j++) to[j][i] = from[i][j];
+  __m256 upper_left[8], upper_right[8], lower_left[8], lower_right[8];
+  for (int i = 0; i < 8; i++) {
+    upper_left[i] = rows[i].lo;
+    upper_right[i] = rows[i].hi;
+    lower_left[i] = rows[i + 8].lo;
+    lower_right[i] = rows[i + 8].hi;
   }
-  for (int i = 0; i < 16; i++) rows[i] = load(to[i]);
+  transpose8(upper_left);
+  transpose8(upper_right);
+  transpose8(lower_left);
+  transpose8(lower_right);
+  for (int i = 0; i < 8; i++) {
+    rows[i] = {upper_left[i], lower_left[i]};
+    rows[i + 8] = {upper_right[i], lower_right[i]};
+  }
 }
 
 #endif

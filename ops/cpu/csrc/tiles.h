@@ -40,6 +40,14 @@ inline const char* panel_of(const Tile& t, int p) {
 // Calls step(s) for every line s while the lines to prefetch are requested.
 template <class Step>
 inline void walk(const Tile& t, Step&& step) {
+#if !defined(LOOM_ZMM)
+  // A step of narrow registers is too short to hide requests for nothing.
+  if (!t.prefetch0 && !t.prefetch1) {
+#pragma GCC unroll 2
+    for (int64_t s = 0; s < t.steps; s++) step(s);
+    return;
+  }
+#endif
   // Without a panel to come the current one is named: a line in the cache costs nothing.
   const char* next0 = t.prefetch0 ? t.prefetch0 : t.panel0;
   const char* next1 = t.prefetch1 ? t.prefetch1 : t.panel1;
@@ -70,20 +78,25 @@ void tile_f32(const Tile& t) {
 }
 
 // x float, panels bfloat16 pairs.
-template <int R>
+template <int R, int P>
 void tile_bf16_by_fma(const Tile& t) {
-  Accumulators<R, 2> acc;
+  Accumulators<R, P> acc;
   acc.start(t);
   walk(t, [&](int64_t s) {
-    const char *line0 = t.panel0 + 64 * s, *line1 = t.panel1 + 64 * s;
-    F16 even0 = pair_even(line0), even1 = pair_even(line1);
-    F16 odd0 = pair_odd(line0), odd1 = pair_odd(line1);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      F16 b[P];
+#pragma GCC unroll 4
+      for (int p = 0; p < P; p++) {
+        const char* line = panel_of<P>(t, p) + 64 * s;
+        b[p] = i ? pair_odd(line) : pair_even(line);
+      }
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      const float* x = (const float*)(t.x + r * t.x_stride) + 2 * s;
-      F16 x0 = splat(x[0]), x1 = splat(x[1]);
-      acc.a[r][0] = fma(x1, odd0, fma(x0, even0, acc.a[r][0]));
-      acc.a[r][1] = fma(x1, odd1, fma(x0, even1, acc.a[r][1]));
+      for (int r = 0; r < R; r++) {
+        F16 x = splat(((const float*)(t.x + r * t.x_stride))[2 * s + i]);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) acc.a[r][p] = fma(x, b[p], acc.a[r][p]);
+      }
     }
   });
   acc.finish(t);
@@ -115,5 +128,17 @@ void tile_bf16_by_dot(const Tile& t) {
 #endif
 
 using TileFunction = void (*)(const Tile&);
+
+// A pair of panels one after the other, where the registers hold the sums of one.
+inline void one_by_one(const Tile& t, TileFunction of_panel) {
+  Tile one = t;
+  one.panel1 = one.panel0;
+  one.prefetch1 = nullptr;
+  of_panel(one);
+  one.panel0 = one.panel1 = t.panel1;
+  one.prefetch0 = t.prefetch1;
+  one.out += kPanel;
+  of_panel(one);
+}
 
 }  // namespace loom

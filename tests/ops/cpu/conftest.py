@@ -16,10 +16,24 @@ from ops.cpu.native import NativeOps
 EXTRA_FLAGS = tuple(os.environ.get("LOOMSERVE_TEST_KERNEL_FLAGS", "").split())
 
 
+# What avx2_vnni runs, where only the 512-bit kind of these instructions is there: their 256-bit
+# encoding.
+NARROW_VNNI = "narrow_vnni"
+
+
 @functools.cache
 def open_ops(path: str, threads: int = 2) -> NativeOps:
-    library = build.build_library(path, build.default_cache_dir(), print, EXTRA_FLAGS)
+    flags = EXTRA_FLAGS
+    if path == NARROW_VNNI:
+        path, flags = "avx512_vnni", (*EXTRA_FLAGS, "-DLOOM_YMM")
+    library = build.build_library(path, build.default_cache_dir(), print, flags)
     return NativeOps(Library(library, threads))
+
+
+def all_paths() -> list[str]:
+    """The instruction paths that can be run here, the one that is served with first."""
+    paths = build.available_paths()
+    return [*paths, NARROW_VNNI] if "avx512_vnni" in paths else paths
 
 
 def paths_to_test() -> list[Any]:

@@ -20,6 +20,7 @@ from ops.cpu.op_set import CpuOps
 # Stands in for a compiler: writes the file that -o names, and notes that it ran.
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "fake $FAKE_VERSION"; exit 0; fi
+case "$*" in *" -E "*) exit 0;; esac  # whether it knows some options
 echo "$@" >> "$FAKE_LOG"
 [ -n "$FAKE_ERROR" ] && { echo "$FAKE_ERROR" >&2; exit 1; }
 while [ $# -gt 1 ]; do [ "$1" = -o ] && echo object > "$2"; shift; done
@@ -58,6 +59,20 @@ def test_another_compiler_path_or_flag_is_another_library(
     monkeypatch.setenv("FAKE_VERSION", "2")
     built.add(build.build_library("avx2", tmp_path))
     assert len(built) == len(build.INSTRUCTION_PATHS) + 2
+
+
+def test_a_path_that_the_compiler_does_not_know_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "old-c++"
+    program.write_text('#!/bin/sh\ncase "$*" in *-mavxvnni*) exit 1;; esac\n')
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("CXX", str(program))
+    monkeypatch.setattr(build, "available_paths", lambda: ["avx2_vnni", "avx2"])
+    assert build.choose_path() == "avx2"
+    assert build.choose_path("avx2_vnni") == "avx2_vnni"  # whoever asks for it is told why not
+    program.write_text("#!/bin/sh\n")
+    assert build.choose_path() == "avx2_vnni"
 
 
 def test_changed_sources_are_another_library(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ops.cpu.cases import DTYPE_IDS, DTYPES, generator, relative_error
-from tests.ops.cpu.conftest import open_ops
+from tests.ops.cpu.conftest import all_paths, open_ops
 
 if TYPE_CHECKING:
     from ops.cpu.native import NativeOps
@@ -104,6 +104,58 @@ def test_a_row_does_not_depend_on_its_neighbours(
     alone = torch.cat([native.linear(row[None], packed) for row in x])
     for rows in range(1, 42):
         assert torch.equal(native.linear(x[:rows], packed), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_many_rows_and_a_long_k_change_no_bit_of_a_row(
+    native: NativeOps, dtype: torch.dtype
+) -> None:
+    """Some blocks of rows and of K, neither of them whole."""
+    rand = generator()
+    weight = torch.randn(67, 387, generator=rand).mul(387**-0.5).to(dtype)
+    packed = native.pack_linear(weight)
+    x = torch.randn(211, 387, generator=rand).to(dtype)
+    got = native.linear(x, packed)
+    want = x.double() @ weight.double().T
+    assert relative_error(got, want) <= (1e-5 if dtype == torch.float32 else 2**-8 + 1e-5)
+    for first, count in ((0, 1), (95, 2), (96, 7), (130, 81)):
+        part = native.linear(x[first : first + count], packed)
+        assert torch.equal(part, got[first : first + count])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_largest_integers_add_up_exactly(native: NativeOps, quantization: str) -> None:
+    """Weights and inputs at the ends of their ranges, whose products no smaller sum than int32
+    holds; the scales are 1, so that the result is the integer itself."""
+    rand, k = generator(), 96
+    low, high = (-127, 127) if quantization == "int8" else (0, 15)
+    weight = torch.where(torch.rand(40, k, generator=rand) < 0.5, low, high)
+    weight[0], weight[1] = low, high
+    weight[:, ::32], weight[:, 1::32] = low, high  # each group has both ends
+    x = torch.where(torch.rand(9, k, generator=rand) < 0.5, -127, 127)
+    x[0], x[1] = -127, 127
+    packed = native.pack_linear(weight.float(), quantization=quantization)
+    want = (x.long() @ weight.long().T).float()
+    for rows in (1, 2, 3, 9):
+        assert torch.equal(native.linear(x[:rows].float(), packed), want[:rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("path", all_paths()[1:])
+def test_every_instruction_path_gives_the_same_bits(
+    best: NativeOps, path: str, quantization: str
+) -> None:
+    """Products of integers are exact however they are computed, and the rest is in one order."""
+    rand = generator()
+    weight, x = torch.randn(70, 200, generator=rand), torch.randn(13, 200, generator=rand)
+    x[3, 40], x[4] = float("inf"), 0.0
+    want = best.linear(x, best.pack_linear(weight, quantization=quantization))
+    ops = open_ops(path)
+    packed = ops.pack_linear(weight, quantization=quantization)
+    for rows in range(1, 14):
+        got = ops.linear(x[:rows], packed)
+        torch.testing.assert_close(got, want[:rows], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("quantization", KINDS)
