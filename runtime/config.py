@@ -222,14 +222,15 @@ class RunnerConfig:
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
-        "type of weights and KV; auto: the checkpoint's, bfloat16 where the device has it",
+        "type of weights and KV; auto: the checkpoint's, with float16 as bfloat16",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     quantization: str | None = option(
         None,
         "weight-only quantization of the linear layers (CPU)",
-        choices=("int8", "int4"),
-        otherwise="none",
+        choices=("none", "int8", "int4"),
+        otherwise="none, or what the file's weights are already where that is no slower here and"
+        " no --dtype is given",
     )
     context_length: int | None = option(
         None,

@@ -5,11 +5,9 @@ Absolute times do not travel between machines; a ratio to a floor measured in th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+
+from runtime.execution.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +26,24 @@ class ModelSize:
     head_flops: float = 56.6e6
     attention_flops: float = 4.0 * 30 * 576
 
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Measured limits: bytes read per second, bfloat16 operations per second."""
-
-    bandwidth: float
-    bf16_flops: float
-
-    def best_of(self, other: Machine) -> Machine:
-        """Both limits at their better measurement: what else ran can only have slowed one."""
-        return Machine(max(self.bandwidth, other.bandwidth), max(self.bf16_flops, other.bf16_flops))
-
-
-def measure_machine() -> Machine:
-    """About five seconds; meant for an idle machine, so the best of many tries counts."""
-    import torch
-
-    values = torch.randint(0, 100, (1 << 26,), dtype=torch.int64)  # 512 MB, beyond any cache
-    bandwidth = values.nbytes / best_seconds(lambda: values.max(), 20)
-    peaks = []
-    for size in (1024, 2048):
-        left, right = (torch.randn(size, size).bfloat16() for _ in range(2))
-        peaks.append(2 * size**3 / best_seconds(partial(torch.matmul, left, right), 30))
-    return Machine(bandwidth, max(peaks))
-
-
-def best_seconds(function: Callable[[], Any], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    def in_form(self, form: str) -> ModelSize:
+        """With linear layers in a form of weights; the output layer is int8 where they are
+        quantized. Operations are counted as the bfloat16 ones that they take the time of: int8
+        instructions do twice as many."""
+        if form == "bfloat16":
+            return self
+        body, head = self.token_flops / 2, self.head_flops / 2
+        of_body, of_head, share = {
+            "float32": (4.0, 4.0, 2.0),
+            "int8": (1.0625, 1.0625, 0.5),
+            "int4": (0.625, 1.0625, 0.5),
+        }[form]
+        return replace(
+            self,
+            weight_bytes=of_body * body + of_head * head,
+            token_flops=share * self.token_flops,
+            head_flops=share * self.head_flops,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@
 
 Absolute times do not travel between machines, so each headline figure is also given as a ratio to
 a floor measured in the same run: what reading the weights at this machine's memory bandwidth, or
-its bfloat16 matrix products at their peak, would take if nothing else cost time. A floor of 1.0
-cannot be beaten with bfloat16 weights. The model's size is SmolLM2-135M's unless options say
-otherwise; int8 or int4 weights read less than the floor assumes.
+its matrix products at their peak, would take if nothing else cost time. With --serve it is that of
+the form of weights that the server has chosen (int8 products count as half a bfloat16 one), else of
+bfloat16. The model's size is SmolLM2-135M's unless options say otherwise.
 
 Greedy, `ignore_eos`, one token per word and chunk. Runs differ in seed, so that no run meets the
 prefix cache of another; the table shows medians over the runs with the smallest and largest value.
@@ -49,7 +49,8 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts._floors import Floors, Machine, ModelSize, measure_machine
+from runtime.execution.machine import Machine, measure_machine
+from scripts._floors import Floors, ModelSize
 from scripts._scenarios import SCENARIOS
 from server.bench.answer import Answer
 from server.bench.client import ask, first_model, open_session
@@ -146,6 +147,12 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
             time.sleep(0.05)
 
 
+def form_served(url: str) -> str:
+    """The form of the weights, as loomserve tells."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=5) as answer:
+        return str(json.load(answer)["runner"]["weights"])
+
+
 def memory_mib(pid: int) -> float | None:
     """Proportional set size of a process; None where the system does not tell."""
     try:
@@ -163,12 +170,15 @@ def run_once(options: argparse.Namespace, seed: int, floors: Floors) -> dict[str
         return {"seed": seed, "results": results, "memory_mib": memory_mib(pid) if pid else None}
     with loomserve(options.server_options) as (target, started):
         target = replace(target, endpoint=options.endpoint)
+        form = form_served(target.base_url)
+        floors = replace(floors, size=floors.size.in_form(form))
         results = asyncio.run(run_scenarios(target, options.scenarios, seed, floors))
         memory = memory_mib(started["pid"])
     return {
         "seed": seed,
         "results": results,
         "memory_mib": memory,
+        "weights": form,
         "seconds_to_ready": started["seconds_to_ready"],
     }
 
@@ -262,6 +272,9 @@ def main(argv: list[str]) -> int:
         f"{description['processor']}, {description['cores']} cores:"
         f" {description['bandwidth_gb_s']} GB/s, {description['bf16_tflop_s']} TFLOP/s (bfloat16)\n"
     )
+    forms = sorted({run["weights"] for run in runs if "weights" in run})
+    if forms:
+        print(f"weights: {', '.join(forms)}\n")
     print(table(runs))
     print(json.dumps({**description, "model_size": asdict(size), "runs": runs}))
     failed = any(r["errors"] for run in runs for r in run["results"].values())

@@ -1,6 +1,6 @@
 """`loomserve serve OPTIONS` and `python -m server OPTIONS`: the same options, one entry. Also
-`loomserve fleet`, which starts several of them, `loomserve bench`, which loads one, and
-`loomserve fetch-pyodide`."""
+`loomserve fleet`, which starts several of them, `loomserve bench`, which loads one, `loomserve
+doctor`, which tells what would be chosen on this machine, and `loomserve fetch-pyodide`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: loomserve serve [OPTIONS]
        loomserve fleet --replicas N [OPTIONS]
+       loomserve doctor [OPTIONS]
        loomserve fetch-pyodide [OPTIONS]
        loomserve bench --base-url URL [OPTIONS]
 
@@ -33,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from server.fleet.supervisor import run_fleet
 
         return run_fleet(fleet)
+    if words and words[0] == "doctor":
+        config = parse_args(words[1:], "loomserve doctor")
+        from server.doctor import run_doctor
+
+        return run_doctor(config)
     if words and words[0] == "fetch-pyodide":
         config = parse_args(words[1:], "loomserve fetch-pyodide")
         from server.simulator_files import run_fetch

@@ -21,9 +21,21 @@ from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
+    from runtime.execution.examination import Examination
     from server.config import ServerConfig
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+
+
+def examine_machine(config: ServerConfig) -> tuple[str, Examination]:
+    """The name of the model that the options ask for, and what this machine would make of it.
+
+    Raises: LoomserveError: what `load` would raise.
+    """
+    from runtime.execution.examination import examine
+
+    path, name = _model(config)
+    return name, examine(config.runner, path, _published_form(config), progress)
 
 
 def load(config: ServerConfig) -> Parts:
@@ -55,6 +67,7 @@ def load(config: ServerConfig) -> Parts:
         chunked_prefill_size=config.scheduler.chunked_prefill_size,
         tokenizer_size=tokenizer.vocab_size,
         tokenizer_eos_id=tokenizer.eos_token_id,
+        published_form=_published_form(config),
         progress=progress,
     )
     scheduler_config = size_scheduler(
@@ -91,6 +104,12 @@ def _model(config: ServerConfig) -> tuple[Path, str]:
         return fetch(model, progress), name
     path = Path(model).expanduser()
     return path, path.resolve().name.removesuffix(".gguf")
+
+
+def _published_form(config: ServerConfig) -> str | None:
+    from runtime.checkpoints.embedded import FORM
+
+    return FORM if config.runner.model is None else None
 
 
 def sampling_defaults(option: str, folder: Path) -> SamplingDefaults:

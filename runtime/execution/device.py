@@ -13,8 +13,11 @@ import torch
 import ops
 from ops.cpu.build import KernelBuildError
 from ops.cpu.load import CpuOptions
+from ops.cpu.native import NativeOps
 from runtime.config import gpu_chunk_tokens
 from runtime.errors import ConfigError
+from runtime.execution.machine import torch_has_bfloat16
+from runtime.execution.weight_form import choose_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from ops.decoder import Backend
     from runtime.config import RunnerConfig
+    from runtime.execution.weight_form import StoredWeights
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -86,6 +90,8 @@ class Device:
         pinned: host memory can be page-locked, so that copies run beside the host.
         graphs: decode steps can be captured and replayed.
         memory_budget_bytes: for weights and KV together; None: not limited by the device.
+        quantization: of the linear layers' weights; None: they are of `dtype`.
+        weights: the form of the weights with its reason, in words, where there was a choice.
         chunk_tokens: prefill tokens of a step by default; None: as many as a time allows.
     """
 
@@ -97,6 +103,8 @@ class Device:
     graphs: bool
     memory_budget_bytes: int | None
     description: str
+    quantization: str | None = None
+    weights: str = ""
     chunk_tokens: int | None = None
 
     def fence(self) -> Fence:
@@ -171,13 +179,13 @@ class Device:
 
 def open_device(
     config: RunnerConfig,
-    checkpoint_dtype: torch.dtype,
+    stored: StoredWeights,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Device:
     """The device that the options ask for, set up.
 
     Args:
-        checkpoint_dtype: what `--dtype auto` starts from.
+        stored: what the choice of the weights' form starts from.
         progress: told what is being compiled, where something is.
     Raises:
         ConfigError: the device is not there, or does not have what the options ask for.
@@ -186,12 +194,12 @@ def open_device(
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
-        return _open_cuda(config, checkpoint_dtype)
-    return _open_cpu(config, checkpoint_dtype, progress)
+        return _open_cuda(config, stored)
+    return _open_cpu(config, stored, progress)
 
 
 def _open_cpu(
-    config: RunnerConfig, checkpoint_dtype: torch.dtype, progress: Callable[[str], None]
+    config: RunnerConfig, stored: StoredWeights, progress: Callable[[str], None]
 ) -> Device:
     options = CpuOptions(
         kernels=config.cpu_kernels,
@@ -203,23 +211,27 @@ def _open_cpu(
         op_set, kernels = ops.load_cpu(options, progress)
     except KernelBuildError as error:
         raise ConfigError(f"cpu_kernels 'native': {error}") from error
-    if kernels.startswith("native"):
+    native = isinstance(op_set, NativeOps)
+    if native:
         # The kernels have their own threads; torch's would take the cores from them.
         torch.set_num_threads(1)
     else:
-        if config.quantization is not None:
+        if _quantization(config) is not None:
             raise ConfigError(
                 f"quantization {config.quantization!r}: needs native CPU kernels; here: {kernels}"
             )
         if config.cpu_threads > 0:
             torch.set_num_threads(config.cpu_threads)
         kernels += f", {torch.get_num_threads()} threads"
-    dtype = _dtype(config.dtype, checkpoint_dtype, bfloat16=_cpu_has_bfloat16())
-    if config.quantization is not None and dtype is torch.float16:
+    # The native kernels read bfloat16 weights with any instructions.
+    dtype = _dtype(config.dtype, stored.dtype, bfloat16=native or torch_has_bfloat16())
+    if _quantization(config) is not None and dtype is torch.float16:
         raise ConfigError(
             f"quantization {config.quantization!r} with dtype 'float16': the CPU's quantized layers"
             " take bfloat16 or float32"
         )
+    library = op_set.library.path if isinstance(op_set, NativeOps) else None
+    form = choose_form(config, stored, str(dtype).removeprefix("torch."), library)
     return Device(
         torch_device=torch.device("cpu"),
         dtype=dtype,
@@ -229,13 +241,15 @@ def _open_cpu(
         graphs=False,
         memory_budget_bytes=None,
         description=f"cpu, kernels: {kernels}",
+        weights=form.words,
+        quantization=form.quantization,
     )
 
 
-def _open_cuda(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
+def _open_cuda(config: RunnerConfig, stored: StoredWeights) -> Device:
     if not torch.cuda.is_available():
         raise ConfigError("device 'cuda': torch finds no CUDA device; 'cpu' runs without one")
-    if config.quantization is not None:
+    if _quantization(config) is not None:
         raise ConfigError(
             f"quantization {config.quantization!r}: the GPU has none; without it weights are"
             " bfloat16 or float16"
@@ -246,7 +260,7 @@ def _open_cuda(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
     total = torch.cuda.get_device_properties(device).total_memory
     return Device(
         torch_device=device,
-        dtype=_dtype(config.dtype, checkpoint_dtype, bfloat16=bfloat16),
+        dtype=_dtype(config.dtype, stored.dtype, bfloat16=bfloat16),
         ops=ops.load("gpu"),
         queued=True,
         pinned=True,
@@ -257,10 +271,9 @@ def _open_cuda(config: RunnerConfig, checkpoint_dtype: torch.dtype) -> Device:
     )
 
 
-def _cpu_has_bfloat16() -> bool:
-    """Whether bfloat16 products are faster than float32 ones, not only possible."""
-    flags = (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported)
-    return any(flag() for flag in flags)
+def _quantization(config: RunnerConfig) -> str | None:
+    """That the options ask for."""
+    return None if config.quantization == "none" else config.quantization
 
 
 def _dtype(option: str, checkpoint: torch.dtype, *, bfloat16: bool) -> torch.dtype:

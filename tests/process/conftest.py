@@ -30,8 +30,9 @@ def options(tiny_model, tmp_path):
 
 @pytest.fixture(scope="session")
 def chatter():
-    """A user of the default model, as it comes."""
-    with ServerProcess("--port", "0", "--cors-allow-origins", "*") as server:
+    """A user of the default model, in a form that is the same on every machine."""
+    options = ("--port", "0", "--cors-allow-origins", "*", "--dtype", "bfloat16")
+    with ServerProcess(*options) as server:
         yield User(server.url())
         server.terminate()
         assert server.exit_status() == 0

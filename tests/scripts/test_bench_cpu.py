@@ -7,15 +7,14 @@ import asyncio
 import pytest
 from aiohttp import web
 
+from runtime.execution.machine import Machine
 from scripts import _floors as floors_module
 from scripts import bench_cpu
 from server.bench.target import Target
 from tests.server.bench.fake_openai import FakeServer, serving
 
 # 1 GB/s and 1 TFLOP/s; 1 MB of weights, 2 and 1 MFLOP a token, 10 flops a pair.
-FLOORS = floors_module.Floors(
-    floors_module.Machine(1e9, 1e12), floors_module.ModelSize(1e6, 2e6, 1e6, 10.0)
-)
+FLOORS = floors_module.Floors(Machine(1e9, 1e12), floors_module.ModelSize(1e6, 2e6, 1e6, 10.0))
 
 
 def test_prefill_floor_counts_linear_layers_and_causal_attention():
@@ -26,6 +25,17 @@ def test_prefill_floor_counts_linear_layers_and_causal_attention():
 def test_decode_floor_is_memory_for_few_rows_and_arithmetic_for_many():
     assert FLOORS.decode_step(1) == pytest.approx(1e6 / 1e9)
     assert FLOORS.decode_step(1000) == pytest.approx(1000 * 3e6 / 1e12)
+
+
+def test_floors_follow_the_form_of_the_weights():
+    size = floors_module.ModelSize()
+    assert size.in_form("bfloat16") is size
+    # 106.15 million weights of linear layers, 28.3 of the output layer.
+    int4 = size.in_form("int4")
+    assert int4.weight_bytes == pytest.approx(106.15e6 * 0.625 + 28.3e6 * 1.0625)
+    assert (int4.token_flops, int4.head_flops) == (size.token_flops / 2, size.head_flops / 2)
+    assert size.in_form("float32").weight_bytes == pytest.approx(4 * 134.45e6)
+    assert int4.attention_flops == size.attention_flops
 
 
 async def scenario(key: str, together: int = 1):

@@ -32,7 +32,7 @@ def thinker() -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def real() -> Iterator[Served]:
     """The embedded model, in a process of its own."""
-    with ServerProcess("--port", "0") as process:
+    with ServerProcess("--port", "0", "--dtype", "bfloat16") as process:
         url = process.url()
         served = Served(url)
         served.model = served.openai.models.list().data[0].id

@@ -13,6 +13,7 @@ from ops.gpu.library import Chip
 from runtime.config import RunnerConfig
 from runtime.errors import ConfigError
 from runtime.execution.device import Device, open_device
+from runtime.execution.weight_form import StoredWeights
 
 TOTAL = 80 << 30
 
@@ -27,7 +28,7 @@ TOTAL = 80 << 30
 def test_quantization_needs_kernels_that_have_it(options, named):
     config = RunnerConfig(device="cpu", quantization="int8", **options)
     with pytest.raises(ConfigError, match=named):
-        open_device(config, torch.bfloat16, lambda _: None)
+        open_device(config, StoredWeights(torch.bfloat16), lambda _: None)
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def opened(**options) -> Device:
-    return open_device(RunnerConfig(**options), torch.bfloat16)
+    return open_device(RunnerConfig(**options), StoredWeights(torch.bfloat16))
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.88])

@@ -161,7 +161,7 @@ def test_a_config_that_cannot_be_served_stops_the_start(
 def test_the_type_is_the_checkpoints_and_float16_only_on_demand(
     checkpoint: str, option: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.execution.device._cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("runtime.execution.device.torch_has_bfloat16", lambda: True)
     model = make_model(tmp_path, "llama").to(getattr(torch, checkpoint))
     model.save_pretrained(tmp_path)
     runner = open_runner(tmp_path, dtype=option)

@@ -1,0 +1,54 @@
+"""What this machine's memory and arithmetic can do at best, measured with torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Measured limits: bytes read per second, and operations per second of products with bfloat16
+    weights: bfloat16 ones where there are instructions for them, else float32 ones."""
+
+    bandwidth: float
+    bf16_flops: float
+
+    def best_of(self, other: Machine) -> Machine:
+        """Both limits at their better measurement: what else ran can only have slowed one."""
+        return Machine(max(self.bandwidth, other.bandwidth), max(self.bf16_flops, other.bf16_flops))
+
+
+def torch_has_bfloat16() -> bool:
+    """Whether torch's bfloat16 products are faster than its float32 ones, not only possible."""
+    flags = (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported)
+    return any(flag() for flag in flags)
+
+
+def measure_machine(repeats: int = 20) -> Machine:
+    """About five seconds with twenty repeats; meant for an idle machine, so the best of them
+    counts. torch's threads should be as many as the kernels'."""
+    values = torch.randint(0, 100, (1 << 26,), dtype=torch.int64)  # 512 MB, beyond any cache
+    bandwidth = values.nbytes / best_seconds(lambda: values.max(), repeats)
+    dtype = torch.bfloat16 if torch_has_bfloat16() else torch.float32
+    peaks = []
+    for size in (1024, 2048):
+        left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+        peaks.append(2 * size**3 / best_seconds(partial(torch.matmul, left, right), repeats))
+    return Machine(bandwidth, max(peaks))
+
+
+def best_seconds(function: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)

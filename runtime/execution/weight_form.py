@@ -1,0 +1,115 @@
+"""In which form a model's linear layers are kept on a CPU, and why.
+
+Weights stay as the checkpoint has them: kernels read them faster than anything wider, since a step
+of few rows is bound by their bytes. Where they are values of a quantization already (the embedded
+model's are), that form holds them in a quarter of bfloat16's bytes, but its inputs are rounded to
+int8 and its arithmetic is another: it is taken where it was measured to be no slower, from one row
+to a chunk of a prompt. Which is faster depends on the machine's instructions, so nothing but a
+measurement can tell; it is made once and remembered beside the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ops.cpu.forms import ROWS, remembered_times
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from runtime.checkpoints.checkpoint import TensorInfo
+    from runtime.config import RunnerConfig
+
+# Layers that are measured: few enough to take no time, enough to leave the inner caches.
+_MEASURED_LAYERS, _ENOUGH_WEIGHTS = 2, 16_000_000
+# Two measurements of the same thing differ by so much on a machine with other work.
+_NOISE = 1.03
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """A checkpoint's weights.
+
+    Args:
+        dtype: their type.
+        form: the quantization whose values they are; None: of none.
+        shapes: [n, k] of the linear layers of its first layers.
+    """
+
+    dtype: torch.dtype
+    form: str | None = None
+    shapes: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """A choice: what `OpSet.pack_linear` is told, and the form with its reason in words."""
+
+    quantization: str | None
+    words: str
+
+
+def layer_shapes(tensors: Mapping[str, TensorInfo]) -> tuple[tuple[int, int], ...]:
+    """The matrices of a checkpoint's first layers, as many as are measured: without experts, of
+    which a step reads some."""
+    shapes: list[tuple[int, int]] = []
+    layers = {layer for _, layer in _matrices(tensors)}
+    for wanted in sorted(layers)[:_MEASURED_LAYERS]:
+        shapes += [shape for shape, layer in _matrices(tensors) if layer == wanted]
+        if sum(n * k for n, k in shapes) >= _ENOUGH_WEIGHTS:
+            break
+    return tuple(shapes)
+
+
+def matrix_weights(tensors: Mapping[str, TensorInfo]) -> int:
+    """Weights of the matrices of all layers, of the kinds that `layer_shapes` counts."""
+    return sum(n * k for (n, k), _ in _matrices(tensors))
+
+
+def _matrices(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[tuple[int, int], int]]:
+    """Shape and layer of each."""
+    for name, info in tensors.items():
+        found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        if found and len(info.shape) == 2 and ".experts." not in name:
+            yield (info.shape[0], info.shape[1]), int(found[1])
+
+
+def choose_form(
+    config: RunnerConfig, stored: StoredWeights, dtype: str, library: Path | None
+) -> WeightForm:
+    """The form of a CPU's weights.
+
+    Args:
+        dtype: of weights that are not quantized, chosen already.
+        library: the file of the native kernels; None where plain torch runs.
+    """
+    asked = config.quantization
+    if asked not in (None, "none"):
+        return WeightForm(asked, f"{asked}, as asked for")
+    if asked == "none" or config.dtype != "auto":
+        return WeightForm(None, f"{dtype}, as asked for")
+    plain = WeightForm(None, f"{dtype}, {_why(dtype, stored.dtype, native=library is not None)}")
+    if stored.form is None or library is None or not stored.shapes:
+        return plain
+    times = remembered_times(library, stored.shapes, (dtype, stored.form))
+    shares = [mine / other for mine, other in zip(times[stored.form], times[dtype], strict=True)]
+    measured = ", ".join(f"{share:.2f} at {rows}" for share, rows in zip(shares, ROWS, strict=True))
+    measured = f"of {dtype}'s time it takes, by rows of a step, {measured}"
+    if max(shares) > _NOISE:
+        return WeightForm(
+            None, f"{dtype}, since {stored.form} is not always faster here: {measured}"
+        )
+    return WeightForm(stored.form, f"{stored.form}, what the file holds and no slower: {measured}")
+
+
+def _why(dtype: str, stored: torch.dtype, *, native: bool) -> str:
+    if getattr(torch, dtype) is stored:
+        return "as the checkpoint has them"
+    if not native and dtype == "float32":
+        return "since plain torch has no fast bfloat16 here"
+    return f"for the checkpoint's {str(stored).removeprefix('torch.')}"
