@@ -74,6 +74,13 @@ class AttentionBatch:
     decode: AttentionBatch | None = None
 
 
+class KvScales(NamedTuple):
+    """What a pool of codes is read with (`ops.kv_codes`): k, v [S, HK] float32."""
+
+    k: Tensor
+    v: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """How a token's experts follow from the router's logits.
@@ -203,29 +210,35 @@ class OpSet(Protocol):
         """
         ...
 
-    def store_kv(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-        """Writes k, v [T, HK, D] (strided) to the pools [S, HK, D] at slots [T] int64.
-        A negative slot is skipped."""
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor,
+        scales: KvScales | None = None,
+    ) -> None:  # fmt: skip
+        """Writes k, v [T, HK, D] (strided) to the pools [S, HK, D] at slots [T] int64; to pools of
+        codes, which have `scales`, as codes with their scales. A negative slot is skipped."""
         ...
 
     def extend_attention(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-    ) -> Tensor:
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+        scales: KvScales | None = None,
+    ) -> Tensor:  # fmt: skip
         """Causal attention of new tokens over cached and new keys. q [T, HQ, D] strided; the pools
-        [S, HK, D]; returns [T, HQ, D]. Any row length from 1, any prefix from 0. Nothing of a page
-        that the row does not own, or past kv_len, or outside the window, influences the result
-        (even a NaN there)."""
+        [S, HK, D], of codes where there are `scales`; returns [T, HQ, D]. Any row length
+        from 1, any prefix from 0. Nothing of a page that the row does not own, or past kv_len, or
+        outside the window, influences the result (even a NaN there)."""
         ...
 
     def decode_attention(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-    ) -> Tensor:
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+        scales: KvScales | None = None,
+    ) -> Tensor:  # fmt: skip
         """`extend_attention` for a step in which every row has exactly one new token (T = B)."""
         ...
 
     def mixed_attention(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-    ) -> Tensor:
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+        scales: KvScales | None = None,
+    ) -> Tensor:  # fmt: skip
         """Both for one step: `decode_attention` of batch.decode's rows, whose tokens are the first
         of the step, and `extend_attention` of the other rows, whose tokens are those from
         qo_indptr[0] to qo_indptr[-1].

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import kv_codes
 from ops.blocks.dense_mlp import act_and_mul
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, Expert, Routing, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, Expert, KvScales, Routing, SamplingTensors
 
 NEG_INF = float("-inf")
 
@@ -55,10 +56,14 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Tensor, *, interleaved
             x[..., :dim] = torch.cat((new_a, new_b), dim=-1).to(x.dtype)
 
 
-def store_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+def store_kv(
+    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor,
+    scales: KvScales | None = None,
+) -> None:  # fmt: skip
     live = slots >= 0
-    k_pool[slots[live]] = k[live].to(k_pool.dtype)
-    v_pool[slots[live]] = v[live].to(v_pool.dtype)
+    k_scales, v_scales = scales or (None, None)
+    kv_codes.scatter(k[live], k_pool, k_scales, slots[live])
+    kv_codes.scatter(v[live], v_pool, v_scales, slots[live])
 
 
 def row_slots(batch: AttentionBatch, b: int) -> Tensor:
@@ -70,18 +75,21 @@ def row_slots(batch: AttentionBatch, b: int) -> Tensor:
 
 
 def extend_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-) -> Tensor:
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+    scales: KvScales | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(mask(cap(q k^T * scale)) | sinks) v, row by row (Vaswani et al. 2017, eq. 1)."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     groups = q.shape[1] // k_pool.shape[1]
+    k_scales, v_scales = scales or (None, None)
     for b in range(batch.rows.shape[0]):
         lo, hi = int(batch.qo_indptr[b]), int(batch.qo_indptr[b + 1])
         if lo == hi:
             continue
         slots = row_slots(batch, b)
-        keys = k_pool[slots].float().repeat_interleave(groups, dim=1)  # [K, HQ, D]
-        values = v_pool[slots].float().repeat_interleave(groups, dim=1)
+        keys = kv_codes.gather(k_pool, k_scales, slots).float()
+        values = kv_codes.gather(v_pool, v_scales, slots).float()
+        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))  # [K, HQ, D]
         scores = torch.einsum("qhd,khd->hqk", q[lo:hi].float(), keys) * spec.scale
         if spec.soft_cap > 0:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
@@ -108,14 +116,15 @@ def mixed_attention(
     v_pool: Tensor,
     batch: AttentionBatch,
     spec: AttentionSpec,
+    scales: KvScales | None = None,
     attend: Callable[..., Tensor] = extend_attention,
 ) -> Tensor:
     """attend: of either kind of rows."""
     assert batch.decode is not None
     decoding, first, last = batch.decode.rows.shape[0], *batch.qo_indptr[[0, -1]].tolist()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    out[:decoding] = attend(q[:decoding], k_pool, v_pool, batch.decode, spec)
-    out[first:last] = attend(q, k_pool, v_pool, batch, spec)[first:last]
+    out[:decoding] = attend(q[:decoding], k_pool, v_pool, batch.decode, spec, scales)
+    out[first:last] = attend(q, k_pool, v_pool, batch, spec, scales)[first:last]
     return out
 
 

@@ -225,6 +225,11 @@ class RunnerConfig:
         "type of weights and KV; auto: the checkpoint's, with float16 as bfloat16",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of KV alone: int8 or fp8 with a scale for each token and head; auto: as dtype",
+        choices=("auto", "int8", "fp8"),
+    )
     quantization: str | None = option(
         None,
         "weight-only quantization of the linear layers (CPU)",
@@ -242,7 +247,8 @@ class RunnerConfig:
         None,
         "KV tokens of the pool, three pages or more",
         at_least=3,
-        otherwise=f"{CPU_TOTAL_TOKENS} on a CPU, what memory allows on a GPU",
+        otherwise=f"{CPU_TOTAL_TOKENS} on a CPU, with a kv_cache_dtype more in as much memory; what"
+        " memory allows on a GPU",
     )
     mem_fraction_static: float = option(
         0.88, "share of the GPU's memory for weights and KV together", above=0, at_most=1

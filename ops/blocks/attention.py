@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ops.op_set import KvScales
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -55,9 +57,10 @@ class Attention:
         v = self._heads(v, None, ops)
         if self.rope is not None:
             ops.rotary(q, k, step.positions, self.rope, interleaved=self.rope_interleaved)
-        k_pool, v_pool = cache
-        ops.store_kv(k, v, k_pool, v_pool, step.slots)
-        out = attend(q, k_pool, v_pool, step.attention, self.spec, ops)
+        k_pool, v_pool, *of_codes = cache
+        scales = KvScales(*of_codes) if of_codes else None
+        ops.store_kv(k, v, k_pool, v_pool, step.slots, scales)
+        out = attend(q, k_pool, v_pool, step.attention, self.spec, ops, scales)
         return ops.linear(out.flatten(1), self.o)
 
     def _heads(self, x: Tensor, norm: Norm | None, ops: OpSet) -> Tensor:
@@ -75,10 +78,11 @@ def attend(
     batch: AttentionBatch,
     spec: AttentionSpec,
     ops: OpSet,
+    scales: KvScales | None,
 ) -> Tensor:
     """The attention that a step's rows ask for, [T, HQ, D]."""
     if batch.decode is not None:
-        return ops.mixed_attention(q, k_pool, v_pool, batch, spec)
+        return ops.mixed_attention(q, k_pool, v_pool, batch, spec, scales)
     if batch.max_q_len == 1:
-        return ops.decode_attention(q, k_pool, v_pool, batch, spec)
-    return ops.extend_attention(q, k_pool, v_pool, batch, spec)
+        return ops.decode_attention(q, k_pool, v_pool, batch, spec, scales)
+    return ops.extend_attention(q, k_pool, v_pool, batch, spec, scales)

@@ -33,7 +33,8 @@ class DecoderStep:
         slots: [T] int64, the KV slot of each token.
         attention: the step's rows.
         logit_tokens: [N] int64, indices into the T tokens: whose logits are wanted.
-        caches: for each block the tensors of its `Mixer.cache_shapes`, [S, ...] each.
+        caches: for each block the tensors of its `Mixer.cache_shapes`, [S, ...] each;
+            behind pools of codes their scales (`ops.kv_codes`), of one dimension less.
     """
 
     input_ids: Tensor

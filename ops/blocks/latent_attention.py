@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ops.blocks.attention import attend
+from ops.op_set import KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,9 +69,10 @@ class LatentAttention:
             self.rope,
             interleaved=self.rope_interleaved,
         )
-        (pool,) = cache
-        ops.store_kv(key, key, pool, pool, step.slots)
-        mixed = attend(q, pool, pool, step.attention, self.spec, ops)[..., : self.latent]
+        pool, *of_codes = cache
+        scales = KvScales(*of_codes, *of_codes) if of_codes else None
+        ops.store_kv(key, key, pool, pool, step.slots, scales)
+        mixed = attend(q, pool, pool, step.attention, self.spec, ops, scales)[..., : self.latent]
         out = torch.einsum("thl,hvl->thv", mixed, self.v_up)
         return ops.linear(out.flatten(1), self.o)
 

@@ -10,13 +10,16 @@ import torch
 
 from ops.cpu import structs
 from ops.cpu.library import KINDS
+from ops.kv_codes import CODE_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ops.op_set import AttentionBatch, AttentionSpec, Penalties, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, KvScales, Penalties, SamplingTensors
 
 FLOATS = (torch.float32, torch.bfloat16)
+CODES = tuple(CODE_DTYPES.values())
+POOLS = FLOATS + CODES
 
 
 def check(
@@ -97,6 +100,22 @@ def batch_struct(batch: AttentionBatch, tokens: int) -> structs.Batch:
         *(rows.data_ptr(), batch.qo_indptr.data_ptr(), batch.kv_lens.data_ptr()),
         *(count, tokens, batch.page_size),
     )
+
+
+def pools_struct(k_pool: Tensor, v_pool: Tensor, scales: KvScales | None) -> structs.Pools:
+    """Pools [S, HK, D] for a kernel, their scales checked. Points into the tensors.
+
+    Raises: ValueError, TypeError: codes without scales of their shape, or scales without codes.
+    """
+    if scales is None:
+        if k_pool.dtype in CODES or v_pool.dtype in CODES:
+            raise ValueError(f"scales: None, expected those of the pools, of {k_pool.dtype}")
+        return structs.Pools(k_pool.data_ptr(), v_pool.data_ptr(), None, None)
+    for name, pool, of_codes in (("k", k_pool, scales.k), ("v", v_pool, scales.v)):
+        check(f"{name}_pool", pool, (None, None, None), *CODES)
+        check(f"{name} scales", of_codes, tuple(pool.shape[:2]), torch.float32)
+    pointers = (tensor.data_ptr() for tensor in (k_pool, v_pool, *scales))
+    return structs.Pools(*pointers)
 
 
 def attention_struct(spec: AttentionSpec, sinks: Tensor | None, heads: int) -> structs.Attention:

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.kv_codes import gather
+
 if TYPE_CHECKING:
-    from ops.op_set import AttentionBatch, AttentionSpec
+    from ops.op_set import AttentionBatch, AttentionSpec, KvScales
 
 # Queries of a tile: bounds the mask of a long prompt and skips most of what causality masks.
 TILE = 256
@@ -144,17 +146,21 @@ def _decode_group(
     return DecodeGroup(torch.tensor([token for _, _, token in group]), slots, mask)
 
 
-def run(plan: Plan, q: Tensor, k_pool: Tensor, v_pool: Tensor, spec: AttentionSpec) -> Tensor:
+def run(
+    plan: Plan, q: Tensor, k_pool: Tensor, v_pool: Tensor, spec: AttentionSpec,
+    scales: KvScales | None = None,
+) -> Tensor:  # fmt: skip
     """q [T, HQ, D] strided; pools [S, HK, D]; returns [T, HQ, D]."""
     out = torch.empty(q.shape, dtype=q.dtype)
     heads, dim = q.shape[1:]
     kv_heads = k_pool.shape[1]
+    k_scales, v_scales = scales or (None, None)
     grouped = (kv_heads, heads // kv_heads, dim)
     for g in plan.decode:
         rows = g.tokens.shape[0]
         shape = (rows, -1, kv_heads, dim)
-        keys = k_pool.index_select(0, g.slots).view(shape).transpose(1, 2).to(q.dtype)
-        values = v_pool.index_select(0, g.slots).view(shape).transpose(1, 2).to(q.dtype)
+        keys = gather(k_pool, k_scales, g.slots).view(shape).transpose(1, 2).to(q.dtype)
+        values = gather(v_pool, v_scales, g.slots).view(shape).transpose(1, 2).to(q.dtype)
         # The heads that share a KV head are its queries: [B, HK, HQ / HK, D] over [B, HK, L, D].
         queries = q[g.tokens].view(rows, *grouped)
         sinks = None if spec.sinks is None else spec.sinks.view(1, *grouped[:2], 1)
@@ -162,8 +168,8 @@ def run(plan: Plan, q: Tensor, k_pool: Tensor, v_pool: Tensor, spec: AttentionSp
         out[g.tokens] = got.reshape(rows, heads, dim)
     for t in plan.tiles:
         # KV heads are the batch: [HK, HQ / HK, n, D] over [HK, 1 -> HQ / HK, L, D], no copy.
-        keys = k_pool.index_select(0, t.slots).permute(1, 0, 2)[:, None].to(q.dtype)
-        values = v_pool.index_select(0, t.slots).permute(1, 0, 2)[:, None].to(q.dtype)
+        keys = gather(k_pool, k_scales, t.slots).permute(1, 0, 2)[:, None].to(q.dtype)
+        values = gather(v_pool, v_scales, t.slots).permute(1, 0, 2)[:, None].to(q.dtype)
         size = (*grouped[:2], -1, -1)
         queries = q[t.lo : t.hi].reshape(-1, *grouped).permute(1, 2, 0, 3)
         sinks = None if spec.sinks is None else spec.sinks.view(*grouped[:2], 1, 1)

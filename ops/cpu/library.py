@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -59,7 +59,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "loom_store_kv": (
         c_int,
-        (c_void_p, c_void_p, c_int, *[c_int64] * 5, c_void_p, c_int, c_int64, c_void_p),
+        (
+            *(c_void_p, c_void_p, c_int, *[c_int64] * 5),
+            *(c_void_p, c_void_p, c_int, c_int64, c_void_p),
+        ),
     ),
     "loom_attention": (
         c_int,

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ops.cpu import structs
 from ops.cpu.arguments import (
     FLOATS,
+    POOLS,
     NativeLinear,
     attention_struct,
     batch_struct,
     check,
     head_dim_fits,
+    pools_struct,
     sampling_struct,
 )
 from ops.cpu.library import ACTIVATIONS, KINDS, TYPES, Library
@@ -27,7 +28,7 @@ from ops.cpu.op_set import CpuOps
 
 if TYPE_CHECKING:
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, KvScales, SamplingTensors
 
 
 class PanelMemory:
@@ -156,40 +157,47 @@ class NativeOps(CpuOps):
                 *(positions.data_ptr(), rope.data_ptr(), *rope.shape, int(interleaved)),
             )
 
-    def store_kv(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor,
+        scales: KvScales | None = None,
+    ) -> None:  # fmt: skip
         if k.dtype == torch.float16:
-            super().store_kv(k, v, k_pool, v_pool, slots)
+            super().store_kv(k, v, k_pool, v_pool, slots, scales)
             return
         check("slots", slots, (k.shape[0],), torch.int64)
-        for name, x, pool in (("k", k, k_pool), ("v", v, v_pool)):
+        pools = pools_struct(k_pool, v_pool, scales)
+        for name, x, pool, of_codes in (
+            ("k", k, k_pool, pools.k_scales),
+            ("v", v, v_pool, pools.v_scales),
+        ):
             check(name, x, tuple(k.shape), *FLOATS, strided=True)
-            check(f"{name}_pool", pool, (None, *k.shape[1:]), *FLOATS)
+            check(f"{name}_pool", pool, (None, *k.shape[1:]), *POOLS)
             self.library.call(
                 "loom_store_kv",
                 *(x.data_ptr(), TYPES[x.dtype], x.shape[0], *x.stride()[:2], *x.shape[1:]),
-                *(pool.data_ptr(), TYPES[pool.dtype], pool.shape[0], slots.data_ptr()),
+                *(pool.data_ptr(), of_codes, TYPES[pool.dtype], pool.shape[0], slots.data_ptr()),
             )
 
     def extend_attention(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-    ) -> Tensor:
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+        scales: KvScales | None = None,
+    ) -> Tensor:  # fmt: skip
         if q.dtype == torch.float16 or not head_dim_fits(q.shape[-1]):
-            return super().extend_attention(q, k_pool, v_pool, batch, spec)
+            return super().extend_attention(q, k_pool, v_pool, batch, spec, scales)
         check("q", q, (None, None, None), *FLOATS, strided=True)
         tokens, heads, dim = q.shape
-        check("k_pool", k_pool, (None, None, dim), *FLOATS)
+        check("k_pool", k_pool, (None, None, dim), *POOLS)
         check("v_pool", v_pool, tuple(k_pool.shape), k_pool.dtype)
         slots, kv_heads = k_pool.shape[:2]
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"heads {heads}: expected a multiple of the KV heads, {kv_heads}")
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
-        pools = structs.Pools(k_pool.data_ptr(), v_pool.data_ptr())
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
         self.library.call(
             "loom_attention",
             *(q.data_ptr(), TYPES[q.dtype], *q.stride()[:2], heads, kv_heads, dim),
-            *(pools, TYPES[k_pool.dtype], slots, batch_struct(batch, tokens)),
-            *(attention_struct(spec, sinks, heads), out.data_ptr()),
+            *(pools_struct(k_pool, v_pool, scales), TYPES[k_pool.dtype], slots),
+            *(batch_struct(batch, tokens), attention_struct(spec, sinks, heads), out.data_ptr()),
         )
         return out
 

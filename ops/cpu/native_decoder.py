@@ -8,8 +8,9 @@ import torch
 
 from ops.blocks.attention import Attention
 from ops.cpu import native_blocks, structs
-from ops.cpu.arguments import FLOATS, NativeLinear, batch_struct, check
+from ops.cpu.arguments import CODES, FLOATS, POOLS, NativeLinear, batch_struct, check
 from ops.cpu.library import TYPES, Library
+from ops.kv_codes import scale_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,16 +92,20 @@ class NativeDecoder:
         if len(caches) != len(self._blocks):
             raise ValueError(f"caches: {len(caches)}, expected one per block, {len(self._blocks)}")
         first = next(cache[0] for cache in caches if cache)
+        slots, coded = first.shape[0], first.dtype in CODES
         for i, (block, cache) in enumerate(zip(self._blocks, caches, strict=True)):
             shapes = block.mixer.cache_shapes
-            if len(cache) != len(shapes):
-                raise ValueError(f"caches[{i}]: {len(cache)} tensors, expected {len(shapes)}")
-            for j, (pool, shape) in enumerate(zip(cache, shapes, strict=True)):
-                dtypes = FLOATS if pool is first else (first.dtype,)
-                check(f"caches[{i}][{j}]", pool, (first.shape[0], *shape), *dtypes)
+            scales = scale_shapes(shapes) if coded else ()
+            expected = len(shapes) + len(scales)
+            if len(cache) != expected:
+                raise ValueError(f"caches[{i}]: {len(cache)} tensors, expected {expected}")
+            for j, (pool, shape) in enumerate(zip(cache, (*shapes, *scales), strict=True)):
+                dtypes = POOLS if pool is first else (first.dtype,)
+                dtypes = (torch.float32,) if j >= len(shapes) else dtypes
+                check(f"caches[{i}][{j}]", pool, (slots, *shape), *dtypes)
                 # A step reads rows scattered over the pools.
                 self._library.use_large_pages(pool)
             if cache:
                 self._pools[i] = structs.Pools(*(pool.data_ptr() for pool in cache))
-        self._pool_slots, self._pool_type = first.shape[0], TYPES[first.dtype]
+        self._pool_slots, self._pool_type = slots, TYPES[first.dtype]
         self._caches = caches

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops import reference
+from ops import kv_codes, reference
 from ops.blocks.dense_mlp import act_and_mul
 from ops.cpu import attention
 
 if TYPE_CHECKING:
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, Routing, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, KvScales, Routing, SamplingTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +89,32 @@ class CpuOps:
     ) -> None:
         reference.rotary(q, k, positions, rope, interleaved=interleaved)
 
-    def store_kv(self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor,
+        scales: KvScales | None = None,
+    ) -> None:  # fmt: skip
         if int(slots.min()) < 0:
-            reference.store_kv(k, v, k_pool, v_pool, slots)
+            reference.store_kv(k, v, k_pool, v_pool, slots, scales)
             return
-        k_pool.index_put_((slots,), k.to(k_pool.dtype))
-        v_pool.index_put_((slots,), v.to(v_pool.dtype))
+        k_scales, v_scales = scales or (None, None)
+        kv_codes.scatter(k, k_pool, k_scales, slots)
+        kv_codes.scatter(v, v_pool, v_scales, slots)
 
     def extend_attention(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-    ) -> Tensor:
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+        scales: KvScales | None = None,
+    ) -> Tensor:  # fmt: skip
         plan = self._planner.plan(batch, spec.window, q.dtype)
-        return attention.run(plan, q, k_pool, v_pool, spec)
+        return attention.run(plan, q, k_pool, v_pool, spec, scales)
 
     decode_attention = extend_attention
 
     def mixed_attention(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-    ) -> Tensor:
-        return reference.mixed_attention(q, k_pool, v_pool, batch, spec, self.extend_attention)
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+        scales: KvScales | None = None,
+    ) -> Tensor:  # fmt: skip
+        attend = self.extend_attention
+        return reference.mixed_attention(q, k_pool, v_pool, batch, spec, scales, attend)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)

@@ -42,7 +42,7 @@ class Attention(ctypes.Structure):
 
 
 class Pools(ctypes.Structure):
-    _fields_ = (("k", c_void_p), ("v", c_void_p))
+    _fields_ = (("k", c_void_p), ("v", c_void_p), ("k_scales", c_void_p), ("v_scales", c_void_p))
 
 
 class Norm(ctypes.Structure):

@@ -26,10 +26,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.gpu.extend_attention import base_2_scores, key_slots, score_factors
+from ops.gpu.kv_codes import as_bytes, kind_of, split_scales, widened
 from ops.gpu.library import Chip, Tile, chip_of, register, step_kernel
 
 if TYPE_CHECKING:
-    from ops.op_set import AttentionBatch, AttentionSpec
+    from ops.op_set import AttentionBatch, AttentionSpec, KvScales
 
 FIRST_SPLIT = 128  # keys of the first splits
 LEVEL_SPLITS = 8  # splits of one size; then the size doubles
@@ -64,12 +65,12 @@ def _split_of(position):
 
 @step_kernel("rows", "kv_lens", "max_splits")
 def _split_kernel(
-    q, k_pool, v_pool, parts, part_lse, block_table, rows, kv_lens,
+    q, k_pool, v_pool, k_scales, v_scales, parts, part_lse, block_table, rows, kv_lens,
     scale, cap, window,
     q_stride_t, q_stride_h, k_stride, k_stride_h, v_stride, v_stride_h, table_stride,
-    heads, max_splits,
+    heads, kv_heads, max_splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, CODES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Splits z, z + Z, ... of up to BLOCK_G heads of one KV head. Grid (B, HK * cdiv(G, BLOCK_G),
@@ -109,9 +110,14 @@ def _split_kernel(
             k = tl.load(
                 k_pool + slots * k_stride + kv_head * k_stride_h + dims[None, :],
                 mask=loaded,
-                other=0.0,
+                other=0,
             )  # [BLOCK_N, BLOCK_D]
+            if CODES:
+                k = widened(k, CODES).to(q_tile.dtype)
             scores = tl.dot(k, q_tile, input_precision="ieee")  # [BLOCK_N, BLOCK_G]
+            if CODES:
+                scale_at = slots * kv_heads + kv_head
+                scores *= tl.load(k_scales + scale_at, mask=seen[:, None], other=0.0)
             scores = base_2_scores(scores, scale, cap, HAS_CAP)
             scores = tl.where(seen[:, None], scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 0))
@@ -121,8 +127,11 @@ def _split_kernel(
             v = tl.load(
                 v_pool + slots * v_stride + kv_head * v_stride_h + dims[None, :],
                 mask=loaded,
-                other=0.0,
+                other=0,
             )
+            if CODES:
+                v_scale = tl.load(v_scales + scale_at, mask=seen[:, None], other=0.0)
+                v = (widened(v, CODES) * v_scale).to(q_tile.dtype)
             acc = acc * decay[None, :]
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc, input_precision="ieee")
             maximum = new_maximum
@@ -191,7 +200,7 @@ def decode_tile(head_dim: int, itemsize: int, *, chip: Chip) -> Tile:
 def launch_decode(
     out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, rows: Tensor,
     kv_lens: Tensor, sinks: Tensor | None, page_size: int, max_kv_len: int, scale: float,
-    window: int, soft_cap: float,
+    window: int, soft_cap: float, k_scales: Tensor | None, v_scales: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes `decode_attention` of q [B, HQ, D] to out [B, HQ, D], both strided."""
     num_rows, heads, head_dim = q.shape
@@ -206,12 +215,13 @@ def launch_decode(
     tile = decode_tile(head_dim, q.element_size(), chip=chip_of(q))
     block_d = triton.next_power_of_2(head_dim)
     _split_kernel[(num_rows, head_blocks, stride)](
-        q, k_pool, v_pool, parts, part_lse, block_table, rows, kv_lens,
-        *score_factors(scale, soft_cap), window,
+        q, as_bytes(k_pool), as_bytes(v_pool), k_scales, v_scales, parts, part_lse,
+        block_table, rows, kv_lens, *score_factors(scale, soft_cap), window,
         q.stride(0), q.stride(1), k_pool.stride(0), k_pool.stride(1),
-        v_pool.stride(0), v_pool.stride(1), block_table.stride(0), heads, splits,
+        v_pool.stride(0), v_pool.stride(1), block_table.stride(0), heads, kv_heads, splits,
         GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, PAGE_SIZE=page_size,
-        HAS_WINDOW=window > 0, HAS_CAP=soft_cap > 0, BLOCK_G=block_g, BLOCK_N=tile.block_n,
+        HAS_WINDOW=window > 0, HAS_CAP=soft_cap > 0, CODES=kind_of(k_pool),
+        BLOCK_G=block_g, BLOCK_N=tile.block_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     _merge_kernel[(num_rows, heads)](
@@ -230,24 +240,27 @@ def _decode(q: Tensor, *arguments: Any) -> Tensor:
 _decode_op = register(
     "decode_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor rows, "
     "Tensor kv_lens, Tensor? sinks, int page_size, int max_kv_len, float scale, int window, "
-    "float soft_cap) -> Tensor",
+    "float soft_cap, Tensor? k_scales, Tensor? v_scales) -> Tensor",
     _decode,
     lambda q, *_: q.new_empty(q.shape),
 )
 
 
 def decode_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-) -> Tensor:
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+    scales: KvScales | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of exactly one new token per row over its keys, itself included.
 
     Shapes: q [B, HQ, D] strided; k_pool, v_pool [S, HK, D]; the result [B, HQ, D] contiguous.
     Numerics: fp32 scores, sums and parts, probabilities rounded to the pools' type, int64
-    addresses. Every kv_len is at least 1. Reference: ops.reference.extend_attention.
+    addresses; of codes, keys are exact and values rounded to q's type, and so are probabilities.
+    Every kv_len is at least 1. Reference: ops.reference.extend_attention.
     Grid: from B, the heads and batch.max_kv_len, so a captured launch serves any contexts up to it.
     """
     out: Tensor = _decode_op(
         q, k_pool, v_pool, batch.block_table, batch.rows, batch.kv_lens, spec.sinks,
         batch.page_size, batch.max_kv_len, spec.scale, spec.window, spec.soft_cap,
+        *split_scales(scales),
     )  # fmt: skip
     return out

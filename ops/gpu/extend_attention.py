@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.gpu.kv_codes import as_bytes, kind_of, split_scales, widened
 from ops.gpu.library import Chip, Tile, chip_of, register, step_kernel
 
 if TYPE_CHECKING:
-    from ops.op_set import AttentionBatch, AttentionSpec
+    from ops.op_set import AttentionBatch, AttentionSpec, KvScales
 
 
 LOG2_E = 1.4426950408889634
@@ -72,10 +73,10 @@ def _row_of_tile(qo_indptr, num_rows, tile, GROUP: tl.constexpr, BLOCK_M: tl.con
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, k_head, v_head, table_row, begin, end, at, first_at, last_at,
-    scale, cap, window, k_stride, v_stride,
+    acc, row_max, row_sum, q, k_head, v_head, k_scale_head, v_scale_head, table_row, begin, end,
+    at, first_at, last_at, scale, cap, window, k_stride, v_stride, kv_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys begin .. end - 1 (Milakov and Gimelshein 2018).
 
@@ -95,13 +96,18 @@ def _attend(
         v_at = v_head + slots[:, None] * v_stride + dims[None, :]
         if MASKED:
             loaded = needed[:, None] & (dims < HEAD_DIM)[None, :]
-            k = tl.load(k_at, mask=loaded, other=0.0)
+            k = tl.load(k_at, mask=loaded, other=0)
         elif HEAD_DIM != BLOCK_D:
             loaded = (dims < HEAD_DIM)[None, :]
-            k = tl.load(k_at, mask=loaded, other=0.0)
+            k = tl.load(k_at, mask=loaded, other=0)
         else:
             k = tl.load(k_at)
+        if CODES:
+            k = widened(k, CODES).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if CODES:
+            scale_at = slots * kv_heads
+            scores *= tl.load(k_scale_head + scale_at, mask=needed, other=0.0)[None, :]
         scores = base_2_scores(scores, scale, cap, HAS_CAP)
         if MASKED:
             seen = needed[None, :] & (key_at[None, :] <= at[:, None])
@@ -114,10 +120,10 @@ def _attend(
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(row_max - base)
         row_sum = row_sum * decay + tl.sum(weights, 1)
-        if MASKED or HEAD_DIM != BLOCK_D:
-            v = tl.load(v_at, mask=loaded, other=0.0)
-        else:
-            v = tl.load(v_at)
+        v = tl.load(v_at, mask=loaded, other=0) if MASKED or HEAD_DIM != BLOCK_D else tl.load(v_at)
+        if CODES:
+            v_scale = tl.load(v_scale_head + scale_at, mask=needed, other=0.0)
+            v = (widened(v, CODES) * v_scale[:, None]).to(q.dtype)
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         row_max = new_max
@@ -126,12 +132,12 @@ def _attend(
 
 @step_kernel("rows", "qo_indptr", "kv_lens", "num_rows", "num_tokens")
 def _extend_kernel(
-    q, k_pool, v_pool, out, block_table, rows, qo_indptr, kv_lens, sinks, num_rows, num_tokens,
-    scale, cap, window,
+    q, k_pool, v_pool, k_scales, v_scales, out, block_table, rows, qo_indptr, kv_lens, sinks,
+    num_rows, num_tokens, scale, cap, window,
     q_stride_t, q_stride_h, k_stride, k_stride_h, v_stride, v_stride_h, out_stride_t, out_stride_h,
-    table_stride,
+    table_stride, kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, CODES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one KV head. Grid (T * G // BLOCK_M + B, HK)."""
@@ -184,19 +190,23 @@ def _extend_kernel(
 
     k_head = k_pool + kv_head * k_stride_h
     v_head = v_pool + kv_head * v_stride_h
+    if CODES:
+        k_scales += kv_head
+        v_scales += kv_head
     if HAS_WINDOW:
         masked_from = tl.maximum(first_at - window + 1, 0) // BLOCK_N * BLOCK_N
     else:
         masked_from = (first_at + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q_tile, k_head, v_head, table_row, 0, masked_from, at,
-            first_at, last_at, scale, cap, window, k_stride, v_stride,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, False, False, HAS_CAP,
+            acc, row_max, row_sum, q_tile, k_head, v_head, k_scales, v_scales, table_row, 0,
+            masked_from, at, first_at, last_at, scale, cap, window, k_stride, v_stride,
+            kv_heads,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, False, False, HAS_CAP, CODES,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q_tile, k_head, v_head, table_row, masked_from, last_at + 1, at,
-        first_at, last_at, scale, cap, window, k_stride, v_stride,
-        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_CAP,
+        acc, row_max, row_sum, q_tile, k_head, v_head, k_scales, v_scales, table_row, masked_from,
+        last_at + 1, at, first_at, last_at, scale, cap, window, k_stride, v_stride, kv_heads,
+        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_CAP, CODES,
     )  # fmt: skip
     # A query always sees its own key, so no sum is zero.
     acc = acc / row_sum[:, None]
@@ -232,7 +242,7 @@ def extend_tile(head_dim: int, itemsize: int, *, short: bool, chip: Chip) -> Til
 def launch_extend(
     out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, rows: Tensor,
     qo_indptr: Tensor, kv_lens: Tensor, sinks: Tensor | None, page_size: int, max_q_len: int,
-    scale: float, window: int, soft_cap: float,
+    scale: float, window: int, soft_cap: float, k_scales: Tensor | None, v_scales: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes `extend_attention` of the tokens from qo_indptr[0] to qo_indptr[-1] to their places in
     out, and something finite behind them; q and out [T, HQ, D], strided."""
@@ -248,13 +258,14 @@ def launch_extend(
     num_rows = rows.shape[0]
     grid = (tokens * group // tile.block_m + num_rows, kv_heads)
     _extend_kernel[grid](
-        q, k_pool, v_pool, out, block_table, rows, qo_indptr, kv_lens, sinks, num_rows, tokens,
-        *score_factors(scale, soft_cap), window,
+        q, as_bytes(k_pool), as_bytes(v_pool), k_scales, v_scales, out, block_table, rows,
+        qo_indptr, kv_lens, sinks, num_rows, tokens, *score_factors(scale, soft_cap), window,
         q.stride(0), q.stride(1), k_pool.stride(0), k_pool.stride(1),
         v_pool.stride(0), v_pool.stride(1), out.stride(0), out.stride(1), block_table.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+        kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         PAGE_SIZE=page_size, HAS_WINDOW=window > 0, HAS_CAP=soft_cap > 0,
-        HAS_SINKS=sinks is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        HAS_SINKS=sinks is not None, CODES=kind_of(k_pool),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -268,24 +279,27 @@ def _extend(q: Tensor, *arguments: Any) -> Tensor:
 _extend_op = register(
     "extend_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor rows, "
     "Tensor qo_indptr, Tensor kv_lens, Tensor? sinks, int page_size, int max_q_len, float scale, "
-    "int window, float soft_cap) -> Tensor",
+    "int window, float soft_cap, Tensor? k_scales, Tensor? v_scales) -> Tensor",
     _extend,
     lambda q, *_: q.new_empty(q.shape),
 )
 
 
 def extend_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-) -> Tensor:
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+    scales: KvScales | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention of new tokens over cached and new keys, read by page.
 
     Shapes: q [T, HQ, D] strided; k_pool, v_pool [S, HK, D]; the result [T, HQ, D] contiguous.
     Head dimensions that are no power of two are padded with masks.
-    Numerics: fp32 scores and sums, probabilities rounded to the pools' type, int64 addresses.
+    Numerics: fp32 scores and sums, probabilities rounded to the pools' type, int64 addresses; of
+    codes, keys are exact and values rounded to q's type, and so are probabilities.
     Grid: (T * G // BLOCK_M + B, HK), from shapes alone. Reference: ops.reference.extend_attention.
     """
     out: Tensor = _extend_op(
         q, k_pool, v_pool, batch.block_table, batch.rows, batch.qo_indptr, batch.kv_lens,
         spec.sinks, batch.page_size, batch.max_q_len, spec.scale, spec.window, spec.soft_cap,
+        *split_scales(scales),
     )  # fmt: skip
     return out

@@ -18,27 +18,28 @@ from torch import Tensor
 
 from ops.gpu.decode_attention import launch_decode
 from ops.gpu.extend_attention import launch_extend
+from ops.gpu.kv_codes import split_scales
 from ops.gpu.library import register
 
 if TYPE_CHECKING:
-    from ops.op_set import AttentionBatch, AttentionSpec
+    from ops.op_set import AttentionBatch, AttentionSpec, KvScales
 
 
 def _mixed(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, decode_rows: Tensor,
     decode_kv_lens: Tensor, rows: Tensor, qo_indptr: Tensor, kv_lens: Tensor,
     sinks: Tensor | None, page_size: int, max_q_len: int, max_kv_len: int, scale: float,
-    window: int, soft_cap: float,
+    window: int, soft_cap: float, k_scales: Tensor | None, v_scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     decoding = decode_rows.shape[0]
     launch_decode(
         out[:decoding], q[:decoding], k_pool, v_pool, block_table, decode_rows, decode_kv_lens,
-        sinks, page_size, max_kv_len, scale, window, soft_cap,
+        sinks, page_size, max_kv_len, scale, window, soft_cap, k_scales, v_scales,
     )  # fmt: skip
     launch_extend(
         out, q, k_pool, v_pool, block_table, rows, qo_indptr, kv_lens,
-        sinks, page_size, max_q_len, scale, window, soft_cap,
+        sinks, page_size, max_q_len, scale, window, soft_cap, k_scales, v_scales,
     )  # fmt: skip
     return out
 
@@ -47,15 +48,16 @@ _mixed_op = register(
     "mixed_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, "
     "Tensor decode_rows, Tensor decode_kv_lens, Tensor rows, Tensor qo_indptr, Tensor kv_lens, "
     "Tensor? sinks, int page_size, int max_q_len, int max_kv_len, float scale, int window, "
-    "float soft_cap) -> Tensor",
+    "float soft_cap, Tensor? k_scales, Tensor? v_scales) -> Tensor",
     _mixed,
     lambda q, *_: q.new_empty(q.shape),
 )
 
 
 def mixed_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec
-) -> Tensor:
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
+    scales: KvScales | None = None,
+) -> Tensor:  # fmt: skip
     """`decode_attention` of the rows of batch.decode, `extend_attention` of the others.
 
     Shapes: q [T, HQ, D] strided; k_pool, v_pool [S, HK, D]; the result [T, HQ, D] contiguous.
@@ -66,5 +68,6 @@ def mixed_attention(
         q, k_pool, v_pool, batch.block_table, batch.decode.rows, batch.decode.kv_lens, batch.rows,
         batch.qo_indptr, batch.kv_lens, spec.sinks, batch.page_size, batch.max_q_len,
         batch.decode.max_kv_len, spec.scale, spec.window, spec.soft_cap,
+        *split_scales(scales),
     )  # fmt: skip
     return out

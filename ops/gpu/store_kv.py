@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from ops.gpu.kv_codes import split_scales, store_codes
 from ops.gpu.library import register, step_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ops.op_set import KvScales
 
 
 @step_kernel("slots")
@@ -44,9 +47,15 @@ def _store_kv_kernel(
     )
 
 
-def _store_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+def _store_kv(
+    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor,
+    k_scales: Tensor | None, v_scales: Tensor | None,
+) -> None:  # fmt: skip
     tokens, heads, head_dim = k.shape
     if not tokens:
+        return
+    if k_scales is not None and v_scales is not None:
+        store_codes(k, v, k_pool, v_pool, slots, k_scales, v_scales)
         return
     _store_kv_kernel[(tokens,)](
         k, v, k_pool, v_pool, slots,
@@ -57,16 +66,21 @@ def _store_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tenso
 
 
 _store_kv_op = register(
-    "store_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots) -> ()",
+    "store_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots, "
+    "Tensor(c!)? k_scales, Tensor(d!)? v_scales) -> ()",
     _store_kv,
     lambda *_: None,
 )
 
 
-def store_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-    """Writes k, v [T, HK, D] (strided) to the pools [S, HK, D] at slots [T] int64.
+def store_kv(
+    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor,
+    scales: KvScales | None = None,
+) -> None:  # fmt: skip
+    """Writes k, v [T, HK, D] (strided) to the pools [S, HK, D] at slots [T] int64; with `scales`
+    as codes, to contiguous pools.
 
     A negative slot is skipped. Two tokens with one slot (padding on the reserved page) leave either
-    of their values there. Grid: (T,). Reference: ops.reference.store_kv.
+    of their values there. Grid: (T,), of codes (T, 2). Reference: ops.reference.store_kv.
     """
-    _store_kv_op(k, v, k_pool, v_pool, slots)
+    _store_kv_op(k, v, k_pool, v_pool, slots, *split_scales(scales))

@@ -14,6 +14,7 @@ import ops
 from ops.cpu.build import KernelBuildError
 from ops.cpu.load import CpuOptions
 from ops.cpu.native import NativeOps
+from ops.kv_codes import CODE_DTYPES
 from runtime.config import gpu_chunk_tokens
 from runtime.errors import ConfigError
 from runtime.execution.machine import torch_has_bfloat16
@@ -85,7 +86,7 @@ class Device:
     """Where steps run, and what can be done there.
 
     Args:
-        dtype: of weights, activations and KV.
+        dtype: of weights and activations.
         queued: kernels are queued: a call returns before the device has done the work.
         pinned: host memory can be page-locked, so that copies run beside the host.
         graphs: decode steps can be captured and replayed.
@@ -93,6 +94,8 @@ class Device:
         quantization: of the linear layers' weights; None: they are of `dtype`.
         weights: the form of the weights with its reason, in words, where there was a choice.
         chunk_tokens: prefill tokens of a step by default; None: as many as a time allows.
+        kv_codes: the type of the codes that keys and values are kept as (`ops.kv_codes`); None:
+            they are kept in `dtype`.
     """
 
     torch_device: torch.device
@@ -106,6 +109,12 @@ class Device:
     quantization: str | None = None
     weights: str = ""
     chunk_tokens: int | None = None
+    kv_codes: torch.dtype | None = None
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the KV pool."""
+        return self.kv_codes or self.dtype
 
     def fence(self) -> Fence:
         return _CudaFence() if self.queued else _ImmediateFence()
@@ -243,6 +252,7 @@ def _open_cpu(
         description=f"cpu, kernels: {kernels}",
         weights=form.words,
         quantization=form.quantization,
+        kv_codes=CODE_DTYPES.get(config.kv_cache_dtype),
     )
 
 
@@ -268,6 +278,7 @@ def _open_cuda(config: RunnerConfig, stored: StoredWeights) -> Device:
         memory_budget_bytes=int(total * config.mem_fraction_static),
         description=torch.cuda.get_device_name(device),
         chunk_tokens=gpu_chunk_tokens(total),
+        kv_codes=CODE_DTYPES.get(config.kv_cache_dtype),
     )
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ops.kv_codes import LARGEST, scale_shapes
 from runtime.scheduling.page_allocator import pages_for
 
 if TYPE_CHECKING:
+    from ops.blocks.block import Block
     from ops.decoder import DecoderModel
     from runtime.execution.long_prompt_rows import LongPromptRows
 
@@ -25,7 +27,7 @@ class KVPool:
 
     Args:
         caches: for each block of the model its tensors, [S, ...] each: K and V of an attention,
-            none of an MLP.
+            none of an MLP; behind pools of codes (`ops.kv_codes`) their scales, in float32.
     """
 
     def __init__(
@@ -35,8 +37,8 @@ class KVPool:
         # taken when first written, so a large pool costs nothing until it is used.
         self.caches: list[tuple[Tensor, ...]] = [
             tuple(
-                torch.zeros((slots, *shape), device=device, dtype=dtype)
-                for shape in block.mixer.cache_shapes
+                torch.zeros((slots, *shape), device=device, dtype=kind)
+                for shape, kind in _of_a_token(block, dtype)
             )
             for block in model.blocks
         ]
@@ -47,9 +49,16 @@ class KVPool:
 
 
 def bytes_per_token(model: DecoderModel, dtype: torch.dtype) -> int:
-    """Memory of one token over all blocks."""
-    shapes = [shape for block in model.blocks for shape in block.mixer.cache_shapes]
-    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    """Memory of one token over all blocks, scales included."""
+    kept = [part for block in model.blocks for part in _of_a_token(block, dtype)]
+    return sum(math.prod(shape) * kind.itemsize for shape, kind in kept)
+
+
+def _of_a_token(block: Block, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each tensor that a block keeps of a token."""
+    shapes = block.mixer.cache_shapes
+    scales = scale_shapes(shapes) if dtype in LARGEST else ()
+    return [(shape, dtype) for shape in shapes] + [(shape, torch.float32) for shape in scales]
 
 
 def block_table_bytes(rows: int, context_length: int, page_size: int) -> int:

@@ -63,7 +63,9 @@ def total_tokens(
     """
     total = config.max_total_tokens
     if total is None:
-        total = CPU_TOTAL_TOKENS
+        # Codes take less memory for each token: the pool holds more of them in as much.
+        per_token = bytes_per_token(model, device.kv_dtype)
+        total = CPU_TOTAL_TOKENS * bytes_per_token(model, device.dtype) // per_token
         if device.memory_budget_bytes is not None:
             total = _tokens_that_fit(config, device, model, work)
     pages = total // page_size
@@ -76,7 +78,7 @@ def total_tokens(
 
 def check_memory(sizes: RunnerSizes, device: Device, model: DecoderModel) -> None:
     """Raises: ConfigError: pool and block table could not be had even from an empty device."""
-    kv = sizes.total_tokens * bytes_per_token(model, device.dtype)
+    kv = sizes.total_tokens * bytes_per_token(model, device.kv_dtype)
     table = block_table_bytes(sizes.rows, sizes.context_length, sizes.page_size)
     there = device.memory_bytes()
     if kv + table > there:
@@ -98,7 +100,7 @@ def _tokens_that_fit(config: RunnerConfig, device: Device, model: DecoderModel, 
     assert budget is not None
     used = device.used_bytes()
     left = max(0, min(budget, device.memory_bytes() - work) - used)
-    per_token = bytes_per_token(model, device.dtype)
+    per_token = bytes_per_token(model, device.kv_dtype)
     if left < per_token * _MIN_TOTAL_TOKENS:
         raise ConfigError(
             f"mem_fraction_static {config.mem_fraction_static}: of the GPU's memory that is"

@@ -111,7 +111,7 @@ class ModelRunner:
         where = device.torch_device
         self.memory = StepMemory(
             BlockTable(sizes.rows, sizes.context_length, sizes.page_size, where),
-            KVPool(decoder.model, sizes.total_tokens, device=where, dtype=device.dtype),
+            KVPool(decoder.model, sizes.total_tokens, device=where, dtype=device.kv_dtype),
             torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where),
             long_prompts,
         )
@@ -126,6 +126,7 @@ class ModelRunner:
                 "device": device.description,
                 "dtype": str(device.dtype).removeprefix("torch."),
                 "weights": device.quantization or str(device.dtype).removeprefix("torch."),
+                "kv_dtype": str(device.kv_dtype).removeprefix("torch."),
                 "ops": device.ops.name,
                 "decoder": "op by op" if decoder.compiled is None else "compiled",
             },

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "buffer.h"
 #include "decoder.h"
+#include "kv_codes.h"
 #include "linear.h"
 #include "rows.h"
 #include "sampling.h"
@@ -155,20 +156,17 @@ int loom_rotary(LoomContext* c, void* x, int type, int64_t tokens, int64_t heads
 }
 
 int loom_store_kv(LoomContext* c, const void* x, int type, int64_t tokens, int64_t stride,
-                  int64_t head_stride, int64_t heads, int64_t dim, void* pool, int pool_type,
-                  int64_t pool_slots, const int64_t* slots) {
+                  int64_t head_stride, int64_t heads, int64_t dim, void* pool, float* scales,
+                  int pool_type, int64_t pool_slots, const int64_t* slots) {
   for (int64_t t = 0; t < tokens; t++) {
     if (slots[t] >= pool_slots) return LOOM_BAD_SLOT;
   }
-  with_types(type, pool_type, [&](auto* p, auto* s) {
+  with_type(type, [&](auto* p) {
     using T = std::remove_pointer_t<decltype(p)>;
-    using S = std::remove_pointer_t<decltype(s)>;
     over_rows(c, tokens, [&](int64_t t) {
       if (slots[t] < 0) return;
-      for (int64_t h = 0; h < heads; h++) {
-        copy_row((const T*)x + t * stride + h * head_stride, dim,
-                 (S*)pool + (slots[t] * heads + h) * dim);
-      }
+      store_token((const T*)x + t * stride, head_stride, heads, dim, pool_type, pool, scales,
+                  slots[t]);
     });
   });
   return LOOM_OK;

@@ -7,7 +7,8 @@
 
 extern "C" {
 
-enum LoomType { LOOM_F32 = 0, LOOM_BF16 = 1 };
+// The last two only in KV pools.
+enum LoomType { LOOM_F32 = 0, LOOM_BF16 = 1, LOOM_INT8 = 2, LOOM_FP8 = 3 };
 
 // How a linear layer's weight is stored.
 enum LoomKind { LOOM_KIND_F32 = 0, LOOM_KIND_BF16 = 1, LOOM_KIND_INT8 = 2, LOOM_KIND_INT4 = 3 };
@@ -58,6 +59,8 @@ struct LoomAttention {
 struct LoomPools {
   void* k;  // [slots, kv_heads, head_dim], contiguous
   void* v;
+  float* k_scales;  // [slots, kv_heads] of pools of codes, else null
+  float* v_scales;
 };
 
 struct LoomNorm {
@@ -167,8 +170,8 @@ int loom_rotary(LoomContext*, void* x, int type, int64_t tokens, int64_t heads, 
                 int64_t head_stride, const int64_t* positions, const float* rope,
                 int64_t rope_positions, int64_t rotary_dim, int interleaved);
 int loom_store_kv(LoomContext*, const void* x, int type, int64_t tokens, int64_t stride,
-                  int64_t head_stride, int64_t heads, int64_t dim, void* pool, int pool_type,
-                  int64_t pool_slots, const int64_t* slots);
+                  int64_t head_stride, int64_t heads, int64_t dim, void* pool, float* scales,
+                  int pool_type, int64_t pool_slots, const int64_t* slots);
 int loom_attention(LoomContext*, const void* q, int type, int64_t stride, int64_t head_stride,
                    int64_t heads, int64_t kv_heads, int64_t dim, const LoomPools*, int pool_type,
                    int64_t pool_slots, const LoomBatch*, const LoomAttention*, void* out);

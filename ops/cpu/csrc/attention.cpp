@@ -4,6 +4,7 @@
 
 #include "attention_math.h"
 #include "buffer.h"
+#include "kv_codes.h"
 #include "tiles.h"
 
 namespace loom {
@@ -26,6 +27,7 @@ struct TileRows {
   int count;
   int64_t bytes;  // of a row: the task's KV heads lie side by side
   const T *key[kKeyTile], *value[kKeyTile];
+  const float *key_scale[kKeyTile], *value_scale[kKeyTile];  // set where T is a code
 };
 
 // A task with its geometry.
@@ -68,6 +70,11 @@ void locate(const AttentionCall& c, const Span& span, int64_t kv_head, int64_t t
     int64_t at = slot * step + kv_head * c.dim;
     rows.key[i] = in ? (const T*)c.pools.k + at : (const T*)kZeros;
     rows.value[i] = in ? (const T*)c.pools.v + at : (const T*)kZeros;
+    if constexpr (is_code<T>) {
+      int64_t head = slot * c.kv_heads + kv_head;
+      rows.key_scale[i] = in ? c.pools.k_scales + head : kZeros;
+      rows.value_scale[i] = in ? c.pools.v_scales + head : kZeros;
+    }
     if (++offset == page_size) {
       offset = 0;
       page++;
@@ -109,8 +116,14 @@ class Walk {
       coming_ = ahead;
       fetched_ = 0;
       for (int64_t head = 0; head < kv_heads_; head++) {
-        fill_keys(*now, head * c_.dim);
-        fill_values(*now, head * c_.dim);
+        if constexpr (is_code<T>) {
+          widen(*now, head);
+          fill_keys(widened_, 0);
+          fill_values(widened_, 0);
+        } else {
+          fill_keys(*now, head * c_.dim);
+          fill_values(*now, head * c_.dim);
+        }
         for (int64_t q = 0; q < queries_; q += kRowTile) {
           int rows = int(std::min<int64_t>(kRowTile, queries_ - q));
           if (sees(q, rows, tile)) update(head, q, rows, tile);
@@ -124,6 +137,7 @@ class Walk {
 
  private:
   using X = typename Math::X;
+  using Wide = std::conditional_t<is_code<T>, X, T>;
 
   void lay_out(Arena& arena) {
     int64_t all = kv_heads_ * queries_;
@@ -135,6 +149,10 @@ class Walk {
     values_ = arena.take<char>(wide_ / kPanel * value_panel_bytes());
     scores_ = arena.take<float>(kRowTile * kKeyTile);
     weights_ = arena.take<X>(kRowTile * kKeyTile);
+    if constexpr (is_code<T>) {
+      key_codes_ = arena.take<X>(kKeyTile * wide_);
+      value_codes_ = arena.take<X>(kKeyTile * wide_);
+    }
   }
 
   int64_t key_lines() const { return c_.dim / Math::k_per_line; }
@@ -177,7 +195,22 @@ class Walk {
     }
   }
 
-  void fill_keys(const TileRows<T>& now, int64_t offset) {
+  // A KV head's codes as what the products take, and its scales.
+  void widen(const TileRows<T>& now, int64_t head) {
+    widened_.count = now.count;
+    for (int i = 0; i < now.count; i++) {
+      X *key = key_codes_ + i * wide_, *value = value_codes_ + i * wide_;
+      widen_codes(now.key[i] + head * c_.dim, c_.dim, key);
+      widen_codes(now.value[i] + head * c_.dim, c_.dim, value);
+      widened_.key[i] = key;
+      widened_.value[i] = value;
+      key_scales_[i] = now.key_scale[i][head];
+      value_scales_[i] = now.value_scale[i][head];
+      fetch(2);
+    }
+  }
+
+  void fill_keys(const TileRows<Wide>& now, int64_t offset) {
     constexpr int dims = kLanes * Math::k_per_line;  // of a line of 16 words
     for (int p = 0; p < now.count; p += kPanel) {
       char* panel = keys_ + p / kPanel * key_panel_bytes();
@@ -199,7 +232,7 @@ class Walk {
     }
   }
 
-  void fill_values(const TileRows<T>& now, int64_t offset) {
+  void fill_values(const TileRows<Wide>& now, int64_t offset) {
     int lines = now.count / Math::k_per_line;
     for (int64_t d = 0; d < wide_; d += kPair) {
       char* panel = values_ + d / kPanel * value_panel_bytes();
@@ -261,6 +294,7 @@ class Walk {
     }
     for (int i = 0; i < parts; i++) {
       s[i] = load(scores_ + r * kKeyTile + i * kLanes);
+      if constexpr (is_code<T>) s[i] = s[i] * load(key_scales_ + i * kLanes);
       if (c_.spec.soft_cap > 0) {
         F16 x = s[i] * splat(c_.spec.scale) / splat(c_.spec.soft_cap);
         s[i] = tanh(x) * splat(c_.spec.soft_cap * kLog2e);
@@ -283,8 +317,9 @@ class Walk {
     }
     for (int i = 0; i < parts; i++) {
       F16 weight = exp2(s[i] - splat(maximum));
-      store(weights_ + r * kKeyTile + i * kLanes, weight);
       sum = sum + weight;
+      if constexpr (is_code<T>) weight = weight * load(value_scales_ + i * kLanes);
+      store(weights_ + r * kKeyTile + i * kLanes, weight);
     }
     store(sum_ + query * kLanes, sum);
   }
@@ -314,6 +349,9 @@ class Walk {
   X *q_, *weights_;
   float *out_, *sum_, *maximum_, *scores_;
   char *keys_, *values_;
+  X *key_codes_, *value_codes_;  // where T is a code, [kKeyTile, wide_], as are:
+  TileRows<Wide> widened_;
+  float key_scales_[kKeyTile], value_scales_[kKeyTile];
   const TileRows<T>* coming_ = nullptr;
   int fetched_ = 0;
 };
@@ -321,7 +359,7 @@ class Walk {
 template <class T>
 void run_tasks(Worker& worker, const AttentionCall& c, const std::vector<AttentionTask>& tasks) {
 #if defined(__AVX512BF16__)
-  using Math = std::conditional_t<std::is_same_v<T, bf16>, DotMath, FloatMath>;
+  using Math = std::conditional_t<std::is_same_v<T, float>, FloatMath, DotMath>;
 #else
   using Math = FloatMath;
 #endif
@@ -390,11 +428,9 @@ const std::vector<AttentionTask>& AttentionPlans::of(const AttentionShape& shape
 }
 
 void attention(Worker& worker, const AttentionCall& call, const std::vector<AttentionTask>& tasks) {
-  if (call.pool_type == LOOM_BF16) {
-    run_tasks<bf16>(worker, call, tasks);
-  } else {
-    run_tasks<float>(worker, call, tasks);
-  }
+  with_pool_type(call.pool_type, [&](auto* p) {
+    run_tasks<std::remove_pointer_t<decltype(p)>>(worker, call, tasks);
+  });
 }
 
 }  // namespace loom

@@ -8,7 +8,8 @@
 // Scores and outputs are the register tiles of linear.h: a tile of keys is transposed into panels
 // of 16 keys, a tile of values into panels of 16 dimensions. With a bfloat16 pool on a machine with
 // dpbf16, queries and softmax weights are rounded to bfloat16 for these products; all sums,
-// maxima and rescalings are float32. Otherwise everything is float32.
+// maxima and rescalings are float32. Otherwise everything is float32. A pool of codes (kv_codes.h)
+// is widened tile by tile, and its scales join the scores and the softmax weights in float32.
 #pragma once
 
 #include <cstdint>

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kv_codes.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -182,8 +183,12 @@ class Step {
       place_heads(q, a.heads, a, a.q_norm, rope);
       place_heads(k, a.kv_heads, a, a.k_norm, rope);
       if (s_.slots[t] < 0) return;
-      to_pool(k, kv_width, s_.pools[i].k, s_.slots[t]);
-      to_pool(v, kv_width, s_.pools[i].v, s_.slots[t]);
+      const LoomPools& pools = s_.pools[i];
+      auto store = [&](const float* x, void* pool, float* scales) {
+        store_token(x, a.head_dim, a.kv_heads, a.head_dim, s_.pool_type, pool, scales, s_.slots[t]);
+      };
+      store(k, pools.k, pools.k_scales);
+      store(v, pools.v, pools.v_scales);
     });
   }
 
@@ -195,14 +200,6 @@ class Step {
       float* head = x + h * a.head_dim;
       if (norm.weight && !whole) rms_norm_row(head, norm.weight, a.head_dim, norm.eps, head);
       if (rope) rotate_head(head, rope, a.rotary_dim, a.rope_interleaved != 0);
-    }
-  }
-
-  void to_pool(const float* x, int64_t width, void* pool, int64_t slot) const {
-    if (s_.pool_type == LOOM_BF16) {
-      copy_row(x, width, (bf16*)pool + slot * width);
-    } else {
-      copy_row(x, width, (float*)pool + slot * width);
     }
   }
 

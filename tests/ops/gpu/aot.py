@@ -50,7 +50,7 @@ from ops.gpu import (
     store_kv,
 )
 from ops.gpu.library import Chip
-from ops.op_set import AttentionBatch, AttentionSpec, Penalties, SamplingTensors
+from ops.op_set import AttentionBatch, AttentionSpec, KvScales, Penalties, SamplingTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,6 +79,8 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.bool: "*i1",
 }
 
@@ -213,10 +215,12 @@ def rounds_products(launch: Launch, target: str = "sm_90") -> bool:
 def _attention(
     op: Callable[..., Any], head_dim: int, group: int, *, tokens: int, dtype: torch.dtype,
     page_size: int = 16, window: int = 0, soft_cap: float = 0.0, sinks: bool = False,
+    kv_codes: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """Calls an attention op on tensors of a model with two KV heads and one batch row."""
-    heads = 2 * group
-    pools = [torch.empty(64 * page_size, 2, head_dim, dtype=dtype) for _ in range(2)]
+    heads, slots = 2 * group, 64 * page_size
+    pools = [torch.empty(slots, 2, head_dim, dtype=kv_codes or dtype) for _ in range(2)]
+    scales = KvScales(torch.empty(slots, 2), torch.empty(slots, 2)) if kv_codes else None
     batch = AttentionBatch(
         block_table=torch.zeros(16, 64, dtype=torch.int32),
         rows=torch.zeros(1, dtype=torch.int32),
@@ -227,7 +231,7 @@ def _attention(
         max_kv_len=4096,
     )
     spec = AttentionSpec(0.125, window, soft_cap, torch.zeros(heads) if sinks else None)
-    op(torch.empty(tokens, heads, head_dim, dtype=dtype), *pools, batch, spec)
+    op(torch.empty(tokens, heads, head_dim, dtype=dtype), *pools, batch, spec, scales)
 
 
 def _sampling(*, greedy: bool, filtered: bool, extras: bool) -> None:
@@ -262,7 +266,12 @@ def _elementwise(dtype: torch.dtype) -> None:
             qkv[:, :32], qkv[:, 32:40], torch.zeros(4, dtype=torch.int64), torch.empty(8, 128),
             interleaved=interleaved,
         )  # fmt: skip
-    store_kv.store_kv(qkv[:, 32:40], qkv[:, 40:], pool, pool, torch.zeros(4, dtype=torch.int64))
+    slots = torch.zeros(4, dtype=torch.int64)
+    store_kv.store_kv(qkv[:, 32:40], qkv[:, 40:], pool, pool, slots)
+    scales = KvScales(torch.empty(64, 8), torch.empty(64, 8))
+    for codes in (torch.int8, torch.float8_e4m3fn):
+        coded = torch.empty(64, 8, 128, dtype=codes)
+        store_kv.store_kv(qkv[:, 32:40], qkv[:, 40:], coded, coded, slots, scales)
     activation.silu_and_mul(x)
     activation.gelu_and_mul(x, tanh=True)
     activation.gelu_and_mul(x, tanh=False)
@@ -271,6 +280,7 @@ def _elementwise(dtype: torch.dtype) -> None:
 _EXTEND = extend_attention.extend_attention
 _DECODE = decode_attention.decode_attention
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_INT8, _FP8 = torch.int8, torch.float8_e4m3fn
 
 # Pairwise over head dimension, group, feature, type and tile; each is a shape that is launched.
 CASES: dict[str, Callable[[], None]] = {
@@ -289,6 +299,9 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_d256_cap": lambda: _attention(_DECODE, 256, 24, tokens=1, dtype=_BF16, soft_cap=50.0),
     "extend_d128_f32": lambda: _attention(_EXTEND, 128, 4, tokens=300, dtype=_FP32),
     "decode_d128_f32": lambda: _attention(_DECODE, 128, 4, tokens=1, dtype=_FP32),
+    "extend_d128_int8": lambda: _attention(_EXTEND, 128, 4, tokens=300, dtype=_BF16, kv_codes=_INT8),
+    "decode_d128_fp8": lambda: _attention(_DECODE, 128, 4, tokens=1, dtype=_BF16, kv_codes=_FP8),
+    "decode_d64_int8": lambda: _attention(_DECODE, 64, 3, tokens=1, dtype=_FP16, kv_codes=_INT8),
     "elementwise_bf16": lambda: _elementwise(_BF16),
     "sample_greedy": lambda: _sampling(greedy=True, filtered=False, extras=False),
     "sample_plain": lambda: _sampling(greedy=False, filtered=False, extras=False),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from ops.cpu.op_set import CpuOps
 from ops.gpu.op_set import GpuOps
@@ -35,12 +38,19 @@ PROMPTS = {
 LATER = {"cached": [*SHARED, 44, 45]}
 
 
-def generate(ops: CpuOps | GpuOps, *, overlap: bool, graphs: bool = False) -> list[Run]:
+def generate(
+    ops: CpuOps | GpuOps,
+    *,
+    overlap: bool,
+    graphs: bool = False,
+    kv_codes: torch.dtype | None = None,
+) -> list[Run]:
     """The prompts in chunks of 16 tokens beside running rows, then one that finds a prefix.
 
     graphs: steps go through the graph runners, recorded as a CPU can.
     """
-    runner = make_runner(make_queued_device(ops) if graphs else make_device(ops))
+    device = make_queued_device(ops) if graphs else make_device(ops)
+    runner = make_runner(replace(device, kv_codes=kv_codes))
     if graphs:
         plan = GraphPlan([2, 4], [StepShape(20, 4, 4, 4)])
         capture_graphs(runner, plan, EagerRecorder())
@@ -63,16 +73,23 @@ def generate(ops: CpuOps | GpuOps, *, overlap: bool, graphs: bool = False) -> li
 
 
 @pytest.mark.parametrize(
-    ("overlap", "graphs"),
-    [(True, False), (False, False), (True, True)],
-    ids=["overlap", "synchronous", "overlap and graphs"],
+    ("overlap", "graphs", "kv_codes"),
+    [
+        (True, False, None),
+        (False, False, None),
+        (True, True, None),
+        (True, True, torch.int8),
+    ],
+    ids=["overlap", "synchronous", "overlap and graphs", "int8 keys"],
 )
-def test_greedy_tokens_equal_those_of_the_cpu_ops(overlap: bool, graphs: bool) -> None:
-    first, second = generate(GpuOps(), overlap=overlap, graphs=graphs)
+def test_greedy_tokens_equal_those_of_the_cpu_ops(
+    overlap: bool, graphs: bool, kv_codes: torch.dtype | None
+) -> None:
+    first, second = generate(GpuOps(), overlap=overlap, graphs=graphs, kv_codes=kv_codes)
     assert first.steps["mixed"] >= 2  # chunks of the long prompt beside the others' decode rows
     assert first.steps["decode"] >= 1
     assert second.cached_tokens >= PAGE_SIZE * 4
-    expected = generate(CpuOps(), overlap=overlap)
+    expected = generate(CpuOps(), overlap=overlap, kv_codes=kv_codes)
     for got, want in zip((first, second), expected, strict=True):
         tokens = {name: output.token_ids for name, output in want.outputs.items()}
         assert {name: output.token_ids for name, output in got.outputs.items()} == tokens

@@ -87,12 +87,13 @@ def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
     ctypes.CDLL(str(folder / "guard.so"))
 
 
-@pytest.fixture
-def runner() -> Iterator[ModelRunner]:
+@pytest.fixture(params=[None, torch.float8_e4m3fn], ids=["plain", "fp8"])
+def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    """Keys and values in the model's type, and as codes."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         device = make_device(GpuOps(), "cuda")
         fields = {name: getattr(device, name) for name in Device.__slots__}
-        runner = make_runner(FakeDevice(**fields | {"queued": True}))
+        runner = make_runner(FakeDevice(**fields | {"queued": True, "kv_codes": request.param}))
         runner.staging = FakeStaging()
         yield runner
     runner.close()

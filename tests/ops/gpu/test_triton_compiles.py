@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 AOT = Path(__file__).with_name("aot.py")
+CODES = ("int8", "fp8")  # what the names of cases with keys and values as codes end with
 ATTENTION = ("_extend_kernel", "_split_kernel")
 # Shared memory of a block, in bytes, to which a kernel may opt in where it is more than 48 KiB.
 SHARED_BYTES = {
@@ -72,6 +73,7 @@ def test_every_launch_compiles_for_every_target(compiled: list[dict]) -> None:
         "_split_kernel",
         "_merge_kernel",
         "_store_kv_kernel",
+        "_store_codes_kernel",
         "_rms_norm_kernel",
         "_rotary_kernel",
         "_act_and_mul_kernel",
@@ -118,13 +120,16 @@ def test_products_use_hoppers_tensor_cores(compiled: list[dict]) -> None:
 @pytest.mark.slow
 def test_keys_and_values_are_copied_16_bytes_at_a_time(compiled: list[dict]) -> None:
     """A copy narrows when the compiler loses sight of an address's alignment. Those of 4 bytes fetch
-    the page numbers of a later tile."""
+    the page numbers of a later tile, or scales. Of codes, which are half as long, it may be 8."""
     copies = {
         (r["case"], r["target"]): r["copy_bytes"]
         for r in compiled
-        if r["kernel"] in ATTENTION and r["copy_bytes"] and not r["case"].endswith("f32")
+        if r["kernel"] in ATTENTION and r["copy_bytes"] and not r["case"].endswith(("f32", *CODES))
     }
     assert len(copies) >= 2 * 13 - 1
+    coded = [r for r in compiled if r["case"].endswith(CODES) and r["copy_bytes"]]
+    assert coded
+    assert all(max(r["copy_bytes"]) >= 8 for r in coded)
     assert {tuple(widths) for widths in copies.values()} <= {(16,), (4, 16)}
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from ops.cpu.op_set import CpuOps
+from ops.kv_codes import CODE_DTYPES
 from runtime.config import RunnerConfig, gpu_chunk_tokens
 from runtime.errors import ConfigError
 from runtime.execution import build
 from runtime.execution.build import _capture_graphs
 from runtime.execution.device import Device
 from runtime.execution.graph_capture import GraphPlan, capture_graphs, plan_graphs
-from runtime.execution.kv_pool import bytes_per_token
+from runtime.execution.kv_pool import KVPool, bytes_per_token
 from runtime.execution.kv_sizing import total_tokens, work_bytes
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.execution.packed_step import StepShape
@@ -59,6 +60,22 @@ def test_the_pool_takes_what_the_budget_leaves_in_whole_pages() -> None:
     assert bytes_per_token(MODEL, device.dtype) == PER_TOKEN
     assert total_tokens(RunnerConfig(), device, MODEL, 16, work=0) == 4992  # 312 pages
     assert total_tokens(RunnerConfig(), device, MODEL, 1, work=0) == 5000
+
+
+@pytest.mark.parametrize("codes", CODE_DTYPES.values(), ids=CODE_DTYPES)
+def test_codes_let_more_tokens_into_the_same_memory(codes: torch.dtype) -> None:
+    """A head's 16 floats become 16 bytes and a scale of 4."""
+    coded = 2 * 2 * 2 * (16 + 4)
+    assert bytes_per_token(MODEL, codes) == coded
+    assert sum(t[0].nbytes for t in pool_tensors(codes)) == coded
+    device = replace(gpu(100_000 + 5_000 * PER_TOKEN), kv_codes=codes)
+    assert total_tokens(RunnerConfig(), device, MODEL, 1, work=0) == 5_000 * PER_TOKEN // coded
+    unlimited = replace(make_device(CpuOps()), kv_codes=codes)
+    assert total_tokens(RunnerConfig(), unlimited, MODEL, 1, work=0) == 32768 * PER_TOKEN // coded
+
+
+def pool_tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+    return KVPool(MODEL, 8, device=torch.device("cpu"), dtype=dtype).tensors()
 
 
 def test_an_option_wins_over_what_would_fit() -> None:

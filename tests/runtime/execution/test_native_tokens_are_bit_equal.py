@@ -32,10 +32,17 @@ LENGTHS = (1, 7, 16, 33, 100, 257)
 NEW_TOKENS = 20
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[ModelRunner]:
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    """With keys and values as numbers, and as codes."""
     folder = ensure_embedded_model(default_cache_dir(), print)
-    config = RunnerConfig(model=str(folder), device="cpu", dtype="bfloat16", max_total_tokens=POOL)
+    config = RunnerConfig(
+        model=str(folder),
+        device="cpu",
+        dtype="bfloat16",
+        kv_cache_dtype=request.param,
+        max_total_tokens=POOL,
+    )
     runner, _ = build_runner(config, page_size=16, max_running_requests=8)
     if runner.info.details["decoder"] != "compiled":
         pytest.skip("there are no native kernels on this machine")

@@ -249,3 +249,22 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     save_file({**stored, "model.layers.5.eh_proj.weight": torch.ones(48, 96)}, path)
     with pytest.raises(ModelError, match=r"layers\.5\.eh_proj"):
         open_runner(tmp_path)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("name", ["gemma3", "deepseek-v2-lite", "gpt-oss"])
+def test_keys_and_values_as_codes_stay_near(name: str, kernels: str, tmp_path: Path) -> None:
+    """With norms of q and k and windows, as a latent that is key and value at once, and with sinks;
+    whole and in pieces, which read the codes of those before."""
+    model_type, special = FAMILIES[name]
+    model = make_model(tmp_path, model_type, **special)
+    tokens = random_tokens(40)
+    want = expected_logits(model, tokens)
+    for codes, most in (("int8", 0.05), ("fp8", 0.2)):
+        runner = open_runner(tmp_path, kv_cache_dtype=codes, cpu_kernels=kernels)
+        probe = Probe(runner)
+        (got,) = probe.step({1: (0, tokens)})
+        pieces = [probe.step({2: (at, tokens[at : at + 10])})[0] for at in range(0, 40, 10)]
+        runner.close()
+        assert 0 < float((got - want).norm() / want.norm()) < most
+        assert float((torch.cat(pieces) - got).norm() / want.norm()) < most
