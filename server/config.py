@@ -10,6 +10,7 @@ from runtime.errors import ConfigError
 from runtime.options import check_options, option
 from server.formats.reasoning import REASONING_FAMILIES
 from server.formats.tool_families import TOOL_FAMILIES
+from server.formats.volatile_lines import VolatileLines
 from server.generation.params import DEFAULT_MAX_LOGPROBS, DEFAULT_MAX_N
 
 _SENDABLE = re.compile(r"[\x21-\x7e]+")
@@ -78,6 +79,13 @@ class ServerConfig:
         False,
         "let <|im_end|> and the like in client text act as control tokens, which it otherwise"
         " spells as plain text",
+    )
+    volatile_line: tuple[str, ...] = option(
+        (),
+        "regular expressions (RE2's) of whole lines in system messages that differ from request to"
+        " request, such as 'Current time: .*'; they are told behind the conversation, so that the"
+        " cache goes on holding what follows them",
+        metavar="REGEX",
     )
     generation_config: str = option(
         "auto",
@@ -174,6 +182,7 @@ class ServerConfig:
             raise ConfigError("kv_events with disable_radix_cache: there is no cache to tell of")
         if self.runner.max_total_tokens is not None:
             check_capacity(self.runner.max_total_tokens, self.scheduler.page_size)
+        VolatileLines(self.volatile_line)
         _check_chunking(self.scheduler)
 
 

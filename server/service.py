@@ -204,6 +204,7 @@ def _model_format(config: ServerConfig, parts: Parts) -> ModelFormat:
         parts.scheduler.config.eos_token_ids,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        volatile_lines=config.volatile_line,
     )
 
 

@@ -13,6 +13,7 @@ from server.api.answers import OpenAIAnswer, finish_name
 from server.api.chat_messages import MESSAGES, TOOL_CHOICE, TOOLS
 from server.api.chat_plan import EFFORTS, Conversation, LastMessageFields, answer_chat
 from server.api.fields.bodies import ignored, refused, required, served
+from server.api.fields.caching import PromptCacheFields
 from server.api.fields.generation import OpenAIFields
 from server.api.fields.kinds import MAX_LOGPROBS, Boolean, Choice, Integer
 from server.api.incoming import read_body
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from server.service import Service
 
 
-class ChatBody(LastMessageFields, OpenAIFields):
+class ChatBody(LastMessageFields, PromptCacheFields, OpenAIFields):
     """The body of /v1/chat/completions."""
 
     messages = required(MESSAGES, "the conversation so far")
@@ -60,12 +61,6 @@ class ChatBody(LastMessageFields, OpenAIFields):
         *refused("ask for it in a message", verbosity="medium"),
         *refused("use continue_final_message, and join the texts", "echo"),
         *ignored("it would only be faster", "prediction", "service_tier"),
-        *ignored(
-            "prefixes are always cached",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-        ),
         *ignored("nothing is stored", "metadata", "store"),
         *ignored("names nobody to this server", "safety_identifier"),
     )
@@ -82,6 +77,7 @@ class ChatBody(LastMessageFields, OpenAIFields):
             tools=self.tools,
             tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
+            caching=self.caching(),
             render=self.render(self.messages, self.reasoning_effort),
         )
 

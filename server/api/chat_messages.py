@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import missing
 from server.api.fields.bodies import Body, Record, Tagged, ignored, refused, required, served
+from server.api.fields.caching import CACHE_BREAKPOINT, CACHE_CONTROL
 from server.api.fields.kinds import Boolean, Checked, Choice, Either, Form, Items, JsonObject, Text
 
 if TYPE_CHECKING:
@@ -21,10 +22,9 @@ NAME = Form("[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, _, - or .")
 class TextPart(Body):
     type = required(Choice("text", "input_text", "output_text"), "a part of the text")
     text = required(Text(), "the text")
-    unserved = (
-        *ignored("prefixes are always cached", "cache_control", "prompt_cache_breakpoint"),
-        *ignored("the text says it", "annotations", "citations", "logprobs"),
-    )
+    cache_control = CACHE_CONTROL
+    prompt_cache_breakpoint = CACHE_BREAKPOINT
+    unserved = ignored("the text says it", "annotations", "citations", "logprobs")
 
 
 class RefusalPart(Body):
@@ -64,6 +64,7 @@ class Message(Body):
 
     open = True
     name = served(Text(), "who speaks")
+    cache_control = CACHE_CONTROL
 
 
 class UserMessage(Message):
@@ -130,10 +131,8 @@ class Function(Body):
 class FunctionTool(Body):
     type = served(Choice("function"), "the kind of tool", default="function")
     function = required(Record(Function), "a function that the client runs")
-    unserved = (
-        *refused("every tool is shown to the model", "defer_loading"),
-        *ignored("prefixes are always cached", "cache_control"),
-    )
+    cache_control = CACHE_CONTROL
+    unserved = refused("every tool is shown to the model", "defer_loading")
 
 
 class FunctionName(Body):

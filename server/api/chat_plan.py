@@ -4,14 +4,16 @@ conversation, the plan of its answer, and the answer's way out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import InvalidRequest
 from server.api.answers import OPENAI, Planned, answer
 from server.api.fields.bodies import Body, refused, served
+from server.api.fields.caching import Caching
 from server.api.fields.kinds import Boolean, Checked, Integer, JsonObject
 from server.api.incoming import beside
+from server.api.prompt_pins import prompt_pins
 from server.formats.conversation import parse_messages
 from server.formats.thinking_budget import ThinkingLimit
 from server.formats.tools import parse_tools
@@ -141,6 +143,7 @@ class Conversation:
     Args:
         messages, tools, tool_choice: in OpenAI's form, right by themselves.
         parallel_tool_calls: an answer may call several tools.
+        caching: what of the prompt is to stay cached; breakpoints are in `messages` and `tools`.
         render: options of `ChatTemplate.render`.
     """
 
@@ -148,6 +151,7 @@ class Conversation:
     tools: Sequence[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    caching: Caching = field(default_factory=Caching)
     render: dict[str, Any] = field(default_factory=dict)
 
 
@@ -220,15 +224,10 @@ async def plan_chat(request: web.Request, body: ChatRequest, *, counted: bool = 
     model_format = service.model_format
     params = body.generation(service.limits)
 
-    def rendered() -> tuple[list[int], ToolRequest | None, str]:
-        conversation = body.conversation()
-        messages, tools = _parsed(conversation)
-        most = service.limits.counted if counted else service.limits.prompt
-        ids = _encode(conversation, messages, tools, service, most)
-        continued = conversation.render.get("continue_final_message")
-        return ids, tools, messages[-1]["content"] if continued else ""
-
-    prompt_ids, tools, begun = await beside(request, rendered)
+    prompt_ids, tools, begun, more = await beside(
+        request, lambda: _rendered(body.conversation(), service, counted=counted)
+    )
+    params = replace(params, **more)
     params = await model_format.constrained(
         params,
         body.rules(),
@@ -239,6 +238,27 @@ async def plan_chat(request: web.Request, body: ChatRequest, *, counted: bool = 
         client=request.remote or "",
     )
     return ChatPlan(prompt_ids, params, model_format.parser_factory(prompt_ids, tools, begun))
+
+
+def _rendered(
+    conversation: Conversation, service: Service, *, counted: bool
+) -> tuple[list[int], ToolRequest | None, str, dict[str, Any]]:
+    """The prompt, the tools that may be called, the message that is gone on from, and further
+    parameters."""
+    messages, tools = _parsed(conversation)
+    most = service.limits.counted if counted else service.limits.prompt
+
+    def encode(messages: list[Message]) -> list[int]:
+        return _encode(conversation, messages, tools, service, most)
+
+    ids = encode(messages)
+    begun = messages[-1]["content"] if conversation.render.get("continue_final_message") else ""
+    more: dict[str, Any] = {}
+    if not counted:
+        given, offered = conversation.messages, conversation.tools or ()
+        more["pins"] = prompt_pins(given, offered, conversation.caching, messages, ids, encode)
+        more["goes_on"] = any(message["role"] == "assistant" for message in messages)
+    return ids, tools, begun, more
 
 
 def encode_conversation(conversation: Conversation, service: Service) -> list[int]:

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, answer_chat, plan_chat
 from server.api.fields.bodies import Body, Record, Tagged, ignored, refused, required, served
+from server.api.fields.caching import CACHE_CONTROL, TTL_S, CacheControl, Caching
 from server.api.fields.generation import GeneratingBody
 from server.api.fields.grammar import SCHEMA
 from server.api.fields.kinds import (
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
     from server.generation.params import ApiLimits, GenerationParams
 
 Message = dict[str, Any]
-CACHED = tuple(ignored("prefixes are always cached", "cache_control"))
 STOPS = Texts(most=16, altogether=MAX_CHARACTERS, single=False)
+BILLING = "x-anthropic-billing-header:"
 NO_SERVER_TOOLS = "the server runs no tools itself"
 
 
 class TextBlock(Body):
     type = required(Choice("text"), "a part of the text")
     text = required(Text(), "the text")
-    unserved = (*CACHED, *ignored("the text says it", "citations"))
+    cache_control = CACHE_CONTROL
+    unserved = ignored("the text says it", "citations")
 
 
 TEXTS = Items(Tagged("type", {"text": TextBlock}, reason="the model reads text alone"), "blocks")
@@ -51,8 +53,8 @@ class ToolResultBlock(Body):
     type = required(Choice("tool_result"), "what a tool answered")
     tool_use_id = required(Text(), "the id of its use")
     content = served(TEXT, "the answer")
+    cache_control = CACHE_CONTROL
     unserved = (
-        *CACHED,
         *ignored("the content says it", "is_error"),
         *refused("tools have names alone", "toolset_name"),
     )
@@ -63,8 +65,8 @@ class ToolUseBlock(Body):
     id = required(Text(), "its id")
     name = required(Text(), "the tool's name")
     input = required(JsonObject(), "the arguments")
+    cache_control = CACHE_CONTROL
     unserved = (
-        *CACHED,
         *ignored("only the model uses tools", "caller"),
         *refused("tools have names alone", "toolset_name"),
     )
@@ -110,9 +112,11 @@ class SpokenMessage(Body):
                 text += block.text
             else:
                 result = joined(block.content)
-                found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+                told = {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
+                found.append(told | _kept(block, *_blocks(block.content)))
         if text or not found:
-            found.append({"role": self.role, "content": text})
+            texts = [block for block in self.content if isinstance(block, TextBlock)]
+            found.append({"role": self.role, "content": text, **_kept(*texts)})
         return found
 
 
@@ -151,7 +155,7 @@ class AnswerMessage(Body):
             elif isinstance(block, ToolUseBlock):
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
-        message: Message = {"role": self.role, "content": text}
+        message: Message = {"role": self.role, "content": text, **_kept(*self.content)}
         if thoughts:
             message["reasoning_content"] = thoughts
         if calls:
@@ -168,8 +172,8 @@ class MessageTool(Body):
     description = served(Text(), "what it is for")
     input_schema = required(JsonObject("a JSON schema"), "its arguments")
     strict = served(Boolean(), "arguments must follow the schema", default=False)
+    cache_control = CACHE_CONTROL
     unserved = (
-        *CACHED,
         *refused("every tool is shown to the model", "defer_loading"),
         *refused("only the model uses tools", allowed_callers=["direct"]),
         *ignored("arguments are always streamed as they are written", "eager_input_streaming"),
@@ -184,7 +188,7 @@ class MessageTool(Body):
             "parameters": self.input_schema,
             "strict": self.strict,
         }
-        return {"type": "function", "function": function}
+        return {"type": "function", "function": function, **_kept(self)}
 
 
 class ToolUseChoice(Body):
@@ -251,8 +255,8 @@ class ConversationBody(TemplateFields, GeneratingBody):
     thinking = served(Record(Thinking), "whether to think")
     output_config = served(Record(OutputConfig), "how much to think, and the answer's form")
     output_format = served(Record(OutputFormat), "the older place of output_config.format")
+    cache_control = CACHE_CONTROL
     unserved = (
-        *CACHED,
         *refused("nothing is stored between requests", "container"),
         *refused(
             "nothing is stored between requests; tool_runner(thread=False) sends all", "thread"
@@ -272,7 +276,7 @@ class ConversationBody(TemplateFields, GeneratingBody):
         """The conversation that is to be gone on with."""
         messages = [made for message in self.messages for made in message.chat()]
         if self.system is not None:
-            messages.insert(0, {"role": "system", "content": joined(self.system)})
+            messages[:0] = _system(self.system)
         # An assistant's message at the end is a beginning that the model goes on from.
         last = messages[-1]
         continued = last["role"] == "assistant" and "tool_calls" not in last
@@ -282,6 +286,7 @@ class ConversationBody(TemplateFields, GeneratingBody):
             tools=None if self.tools is None else [tool.openai() for tool in self.tools],
             tool_choice=choice,
             parallel_tool_calls=parallel,
+            caching=_caching(self.cache_control),
             render={
                 "add_generation_prompt": not continued,
                 "continue_final_message": continued,
@@ -335,6 +340,38 @@ def joined(content: str | list[TextBlock] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(block.text for block in content)
+
+
+def _blocks(content: str | list[TextBlock] | None) -> list[TextBlock]:
+    return content if isinstance(content, list) else []
+
+
+def _system(given: str | list[TextBlock]) -> list[Message]:
+    """The system message, if there is one. Claude Code's account of a request, which begins it and
+    differs each time, is for its vendor's ledger and tells the model nothing: it is left out."""
+    kept: Message = {}
+    if isinstance(given, list):
+        if given and given[0].text.startswith(BILLING) and "\n" not in given[0].text.strip():
+            given = given[1:]
+            if not given:
+                return []
+        kept, text = _kept(*given), joined(given)
+    else:
+        first, _, rest = given.partition("\n")
+        text = rest if first.startswith(BILLING) else given
+        if given and not text:
+            return []
+    return [{"role": "system", "content": text, **kept}]
+
+
+def _kept(*blocks: Body) -> Message:
+    """The breakpoint of a message or a tool, of the longest time that one of its blocks asks."""
+    asked = [block.given["cache_control"] for block in blocks if block.given.get("cache_control")]
+    return {"cache_control": max(asked, key=lambda one: one.get("ttl") == "1h")} if asked else {}
+
+
+def _caching(control: CacheControl | None) -> Caching:
+    return Caching() if control is None else Caching(TTL_S[control.ttl])
 
 
 def _choice(given: ToolUseChoice | NamedToolUse | None) -> tuple[Any, bool]:

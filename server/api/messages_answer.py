@@ -8,6 +8,7 @@ import orjson
 
 from server.api.answers import StreamForm
 from server.api.block_answer import BlockAnswer
+from server.api.fields.caching import TTL_S
 from server.http.sse import event
 from server.text.json_bounds import is_deeper
 
@@ -62,12 +63,19 @@ class AnthropicAnswer(BlockAnswer):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Anthropic counts cached prompt tokens apart from the others."""
+        """Anthropic counts prompt tokens that were cached, or are from now on, apart from the
+        others."""
         usage = self.generation.usage()
+        written = sum(usage.written_tokens.values())
+        hour = usage.written_tokens.get(TTL_S["1h"], 0)
         return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - written,
             "cache_read_input_tokens": usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
+            "cache_creation_input_tokens": written,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": written - hour,
+                "ephemeral_1h_input_tokens": hour,
+            },
             "output_tokens": usage.completion_tokens,
             **usage.waited(),
         }

@@ -12,6 +12,7 @@ from runtime.errors import wrong
 from server.api.chat_messages import ANY_TOOL, CONTENT, NAME
 from server.api.chat_plan import EFFORTS, Conversation, TemplateFields, answer_chat
 from server.api.fields.bodies import Body, Record, Tagged, ignored, refused, required, served
+from server.api.fields.caching import PromptCacheFields
 from server.api.fields.generation import INCLUDE_PROGRESS, INCLUDE_TIMINGS, GeneratingBody
 from server.api.fields.grammar import (
     SCHEMA,
@@ -178,7 +179,7 @@ class ResponseReasoning(Body):
     )
 
 
-class ResponseBody(TemplateFields, GeneratingBody):
+class ResponseBody(TemplateFields, PromptCacheFields, GeneratingBody):
     """The body of /v1/responses."""
 
     input = required(INPUT, "the conversation so far")
@@ -236,12 +237,6 @@ class ResponseBody(TemplateFields, GeneratingBody):
         *ignored("there are no images", "image"),
         *ignored("requests are answered at once", "background_options"),
         *ignored("it would only be faster", "access_programs", "service_tier"),
-        *ignored(
-            "prefixes are always cached",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-        ),
         *ignored("nothing is stored", "store"),
         *ignored("names nobody to this server", "safety_identifier"),
     )
@@ -257,6 +252,7 @@ class ResponseBody(TemplateFields, GeneratingBody):
             tools=None if self.tools is None else [tool.openai() for tool in self.tools],
             tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
+            caching=self.caching(),
             render={"kwargs": self.kwargs(effort)},
         )
 

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 # The newer names mean the same; templates know the old ones.
 _OLD_ROLES = {"developer": "system", "function": "tool"}
-# Fields that are read here; all others go to the template as they are, except nulls.
+# Fields that are read here or say nothing to the model; all others go to the template as they are,
+# except nulls.
 _READ = frozenset(
     {"role", "content", "refusal", "function_call", "tool_calls"}
-    | {"reasoning_content", "reasoning", "thinking"}
+    | {"reasoning_content", "reasoning", "thinking", "cache_control"}
 )
 _INSTRUCTION = """\
 You may call functions to help with the user's request. Here they are, one in each line:

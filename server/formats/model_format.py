@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.errors import InvalidRequest
 from server.formats.conversation import fit
-from server.formats.events import Reasoning, Text
+from server.formats.events import CallStart, Reasoning, Text
 from server.formats.reasoning import ReasoningParser, reasoning_family
 from server.formats.template_traits import TemplateTraits, find_traits
 from server.formats.thinking_budget import ThinkingBudget, ThinkingLimit
 from server.formats.tool_families import answer_source, tool_family
 from server.formats.tool_parser import mistral_call_id
+from server.formats.volatile_lines import VolatileLines
 from server.grammars import sources
 from server.grammars.compiler import GrammarCompiler, check_length, hugging_face_tokenizer
 from server.grammars.output_rules import source_of
@@ -46,6 +47,7 @@ class AnswerParser:
         reasoning, tools: None where the text holds no such thing.
         only_calls: beside its reasoning the text is calls by its grammar; what is none is the
             beginning of one that was cut short, and told to nobody.
+        one_call: what comes after the first call is told to nobody.
     Attributes: plain: all text is said to the reader, as it comes.
     """
 
@@ -55,8 +57,11 @@ class AnswerParser:
         tools: ToolCallParser | None = None,
         *,
         only_calls: bool = False,
+        one_call: bool = False,
     ) -> None:
         self._only_calls = only_calls
+        self._one_call = one_call
+        self._over = False
         self._reasoning = reasoning
         self._tools = tools
         self.plain = reasoning is None and tools is None
@@ -70,8 +75,16 @@ class AnswerParser:
         """The events that this text completes; with the end also what was held back."""
         events = self._read(text, ended)
         if self._only_calls:
-            return [event for event in events if not isinstance(event, Text)]
-        return events
+            events = [event for event in events if not isinstance(event, Text)]
+        return self._up_to_second_call(events) if self._one_call else events
+
+    def _up_to_second_call(self, events: list[Event]) -> list[Event]:
+        told: list[Event] = []
+        for event in events:
+            self._over = self._over or (isinstance(event, CallStart) and event.index > 0)
+            if not self._over:
+                told.append(event)
+        return told
 
     def _read(self, text: str, ended: bool) -> list[Event]:
         events = self._events(*self._reasoning.feed(text)) if self._reasoning else self._said(text)
@@ -101,8 +114,9 @@ class ModelFormat:
         eos_ids: ids that end an answer.
         tool_call_parser, reasoning_parser: values of the options; None for the former derives it
             from the chat template, None for the latter leaves reasoning in the content.
+        volatile_lines: expressions of lines that are told behind the conversation.
 
-    Raises: ConfigError: an option names no family.
+    Raises: ConfigError: an option names no family, or holds a wrong expression.
     """
 
     def __init__(
@@ -113,6 +127,7 @@ class ModelFormat:
         *,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        volatile_lines: Sequence[str] = (),
     ) -> None:
         template = tokenizer.chat_template
         texts = [] if template is None else list(template.sources.values())
@@ -129,6 +144,7 @@ class ModelFormat:
             marks += [self.reasoning_family.start, self.reasoning_family.end]
         # What the parsers look for must be in the text, also where it is a special token.
         tokenizer.show_special(marks)
+        self._volatile_lines = VolatileLines(volatile_lines)
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._eos_ids = sorted(eos_ids)
@@ -141,6 +157,7 @@ class ModelFormat:
         self, messages: Sequence[Message], tools: ToolRequest | None
     ) -> tuple[list[Message], dict[str, Any]]:
         """Messages as the chat template can show them, and the options of rendering tools."""
+        messages = self._volatile_lines.moved(messages)
         allowed = () if tools is None else tools.allowed
         return fit(messages, allowed, self._traits[bool(allowed)], self.tool_family)
 
@@ -160,6 +177,7 @@ class ModelFormat:
             None if family is None else ReasoningParser(family, tail, begun),
             None if tools is None else self.tool_family.read(tools, new_id),
             only_calls=tools is not None and tools.required,
+            one_call=tools is not None and not tools.parallel,
         )
 
     async def constrained(
@@ -252,7 +270,7 @@ class ModelFormat:
             return None if source is None else (source, param)
 
         parts = [(rule.name, rule.value) for rule in rules]
-        if tools is not None and (rules or tools.enforced):
+        if tools is not None and (rules or tools.enforced or not tools.parallel):
             parts += [("tools", tool.parameters) for tool in tools.allowed]
         size = 0
         for name, part in parts:

@@ -173,7 +173,8 @@ def answer_source(
     Args: body: what an answer that calls no tool must look like, or None.
     """
     free = not request.required and body is None
-    if free and not (family.in_text and any(tool.strict for tool in request.allowed)):
+    ruled = not request.parallel or any(tool.strict for tool in request.allowed)
+    if free and not (family.in_text and ruled):
         return None
     tags = family.tags(request.allowed, enforced=not free)
     if free:
@@ -182,7 +183,9 @@ def answer_source(
             for tag in tags
         ]
         marker = next(iter(family.parser.markers))
-        return sources.triggered_tags(marked, [marker], special_tokens, "tools")
+        return sources.triggered_tags(
+            marked, [marker], special_tokens, "tools", once=not request.parallel
+        )
     calls = sources.tags(
         tags,
         special_tokens,

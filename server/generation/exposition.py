@@ -93,6 +93,11 @@ _GAUGES: Sequence[Gauge] = (
         lambda s, m: s.cached_tokens,
     ),
     (
+        "loomserve:kv_pinned_tokens",
+        "Tokens of the prefix cache that requests asked to be kept, as of the last pass",
+        lambda s, m: s.pinned_tokens,
+    ),
+    (
         "loomserve:kv_private_tokens",
         "KV tokens of running requests outside the prefix cache",
         lambda s, m: s.private_tokens,
@@ -180,6 +185,14 @@ _COUNTS: Sequence[Count] = (
         lambda c: c.failed_steps,
     ),
 )
+# As _COUNTS, of what is no count of the scheduler's.
+_TOTALS: Sequence[Gauge] = (
+    (
+        "loomserve:pinned_evicted_tokens",
+        "Tokens that requests asked to be kept, and that running ones needed before their time",
+        lambda s, m: s.pinned_evicted_tokens,
+    ),
+)
 # With the name of the label.
 _LABELLED: Sequence[Labelled] = (
     (
@@ -260,6 +273,11 @@ _SPREADS: Sequence[Spread] = (
         lambda m: m.longest_choice_tokens,
     ),
     (
+        "loomserve:conversation_hit_rate",
+        "Share of its prompt found in the prefix cache, per turn of a conversation that went on",
+        lambda m: m.turn_hit_rate,
+    ),
+    (
         "loomserve:request_prefill_time_seconds vllm:request_prefill_time_seconds",
         "Time from leaving the queue to the first token",
         lambda m: m.prefill_time,
@@ -314,6 +332,8 @@ class _Snapshot:
         yield self._cache_info()
         for names, told, count in _COUNTS:
             yield from self._families(CounterMetricFamily, names, told, count(s.counters))
+        for names, told, total in _TOTALS:
+            yield from self._families(CounterMetricFamily, names, told, total(s, m))
         for names, told, label, values in _LABELLED:
             for name in self._shown(names):
                 family = CounterMetricFamily(name, told, labels=["model_name", label])

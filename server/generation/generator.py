@@ -22,7 +22,7 @@ from server.generation.output import MOST_TOKENS, ChoiceRules
 from server.generation.timeline import Laps, timings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from types import TracebackType
 
     from runtime.errors import LoomserveError
@@ -46,12 +46,15 @@ class Usage:
 
     Args:
         cached_tokens: prompt tokens whose KV was found in the prefix cache.
+        written_tokens: prompt tokens that were computed and are kept there because the request
+            asked for it, by the seconds for which they are.
         wait_seconds: what the choices waited for and how long, summed; None: not asked for.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    written_tokens: Mapping[float, int]
     wait_seconds: dict[str, float] | None = None
 
     def waited(self) -> dict[str, dict[str, float]]:
@@ -144,6 +147,7 @@ class Generation:
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=self._completion_tokens,
             cached_tokens=self._cached_tokens(),
+            written_tokens=self._written_tokens(),
             wait_seconds=self._wait_seconds() if self.params.include_wait_times else None,
         )
 
@@ -157,6 +161,17 @@ class Generation:
     def _cached_tokens(self) -> int:
         first_choices = self._stream.requests[:: self.params.best_of]
         return sum(request.cached_tokens for request in first_choices)
+
+    def _written_tokens(self) -> dict[float, int]:
+        found: dict[float, int] = {}
+        for request in self._stream.requests[:: self.params.best_of] if self.params.pins else ():
+            done = request.cached_tokens
+            for pin in request.pins:
+                end = min(pin.tokens, request.pinned_tokens)
+                if end > done:
+                    found[pin.ttl_s] = found.get(pin.ttl_s, 0) + end - done
+                    done = end
+        return found
 
     def _wait_seconds(self) -> dict[str, float]:
         total: dict[str, float] = {}
@@ -180,6 +195,9 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         self._generator.live.pop(self, None)
+        if self.params.goes_on and self.reads:
+            cached, prompt = self._cached_tokens(), sum(map(len, self.prompts))
+            self._generator.engine.metrics.turn(cached / prompt)
         self.abort("the client has gone away")
 
 
@@ -266,6 +284,7 @@ class Generator:
                     namespace=namespace,
                     deadline_s=now + timeout if timeout else None,
                     grammar=params.new_matcher() if params.new_matcher is not None else None,
+                    pins=params.pins,
                 )
                 for choice in range(params.best_of)
             ]

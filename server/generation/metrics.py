@@ -28,6 +28,7 @@ GAP_S = (
     *(0.05, 0.1, 0.25, 1.0),
 )
 THROUGHPUT_S = 1.0
+SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -112,6 +113,7 @@ class Metrics:
     prefill_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     decode_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     longest_choice_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    turn_hit_rate: Histogram = field(default_factory=lambda: Histogram(SHARES))
     throughput: Throughput = field(default_factory=Throughput)
     # Of requests some of whose choices have ended: how many, and the tokens of the longest.
     _ended: dict[RequestStream, tuple[int, int]] = field(default_factory=dict)
@@ -159,6 +161,10 @@ class Metrics:
         self.step_time.observe(record.done_s - record.launched_s)
         if record.idle_s is not None:
             self.overlap_wait.observe(record.idle_s)
+
+    def turn(self, hit_rate: float) -> None:
+        """A conversation went on, and so much of its prompt was found in the prefix cache."""
+        self.turn_hit_rate.observe(hit_rate)
 
     def loop_beat(self, late_s: float, cpu_s: float) -> None:
         """A beat of the event loop came late; its thread has worked since the last one."""

@@ -10,7 +10,7 @@ from server.text.least_tokens import TokenLimit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from runtime.request import SamplingParams
+    from runtime.request import PromptPin, SamplingParams
     from server.generation.output import Matcher
     from server.generation.stop_rules import StopRules
 
@@ -88,6 +88,8 @@ class GenerationParams:
         timeout_s: from arrival to the end; None: the server's.
         include_stop: the text shows what ends it, be that a stop or a token.
         new_matcher: makes the matcher of one choice, where a grammar rules the output.
+        pins: what of the prompt is to stay cached, the shortest first.
+        goes_on: the prompt is a conversation in which there was an answer before.
     """
 
     sampling: SamplingParams
@@ -110,3 +112,5 @@ class GenerationParams:
     default_tokens: int | None = None
     timeout_s: float | None = None
     new_matcher: Callable[[], Matcher] | None = None
+    pins: tuple[PromptPin, ...] = ()
+    goes_on: bool = False

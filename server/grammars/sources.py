@@ -136,9 +136,12 @@ def triggered_tags(
     triggers: Iterable[str],
     special_tokens: Mapping[str, int],
     param: str,
+    *,
+    once: bool = False,
 ) -> Source:
     """Free text in which each occurrence of a trigger must open one of the tags.
 
+    Args: once: the first tag ends the output.
     Raises: InvalidRequest: a tag that begins with no trigger.
     """
     build = LarkBuilder(special_tokens)
@@ -154,7 +157,8 @@ def triggered_tags(
         head = build.until(trigger, f"open_{number}")
         options.append(f"{head} {_tag(build, tag, tag.begin[len(trigger) :])}")
     build.rules.append("tail: ANY")
-    return build.source(f"({' | '.join(options)})* tail")
+    either = " | ".join(options)
+    return build.source(f"{either} | tail" if once else f"({either})* tail")
 
 
 def _tag(build: LarkBuilder, tag: Tag, begin: str) -> str:

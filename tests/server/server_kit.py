@@ -20,9 +20,10 @@ from tests.fakes import CHATML, IM_END, MODEL, byte_tokenizer, fake_server, make
 from tests.sim_runner import SimRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from runtime.request import Request
+    from tests.sim_runner import Script
 
 # A special token with which a call begins.
 MARKER = "[TOOL_CALLS]"
@@ -86,11 +87,17 @@ def error_body(error: openai.APIError | anthropic.APIError) -> dict[str, Any]:
 def sim_server(
     template: str | None = CHATML,
     runner_class: type[SimRunner] = SimRunner,
+    *,
+    script: Script = say_what_is_asked,
+    runner_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """A server in a thread of its own, since the clients block. options: of its service."""
+    """A server in a thread of its own, since the clients block.
+
+    Args: script, runner_options: of its runner. options: of its service.
+    """
     tokenizer = byte_tokenizer(template, (MARKER,))
-    runner = runner_class(say_what_is_asked, vocab_size=tokenizer.vocab_size)
+    runner = runner_class(script, vocab_size=tokenizer.vocab_size, **(runner_options or {}))
     started = threading.Event()
     shared: dict[str, Any] = {}
 
