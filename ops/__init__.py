@@ -24,6 +24,13 @@ def load_cpu(options: CpuOptions, progress: Callable[[str], None]) -> tuple[Back
     return load_cpu_ops(options, progress)
 
 
+def gpu_kernel_counter() -> Callable[[], int]:
+    """What tells how many GPU kernels have been compiled, or loaded, from now on."""
+    from ops.gpu.compilations import KernelCounter
+
+    return KernelCounter()
+
+
 def load(backend: str) -> Backend:
     """The op set of a backend: "reference", "cpu" (plain torch; see `load_cpu`) or "gpu".
 

@@ -47,6 +47,7 @@ class StepOutput:
         failed: by index into `sampled`, why the row gave no token (a NaN logit, an empty mask).
         device_s: seconds the device spent on the step.
         idle_s: seconds between the end of the step before it, on the device, and its beginning.
+        compiled_kernels: so many were compiled while it was queued, each for seconds perhaps.
     """
 
     token_ids: list[int]
@@ -55,6 +56,7 @@ class StepOutput:
     failed: dict[int, str] = field(default_factory=dict)
     device_s: float = 0.0
     idle_s: float = 0.0
+    compiled_kernels: int = 0
 
 
 class LaunchedStep:
@@ -66,9 +68,10 @@ class LaunchedStep:
         may_sample: `sample` has been called.
         masks: what it was called with.
         ended_s: when it was done, on the monotonic clock.
+        queueing_s: seconds that the host spent on it where it queues a step's work for the device.
     """
 
-    __slots__ = ("_future", "_when_sampled", "ended_s", "masks", "may_sample")
+    __slots__ = ("_future", "_when_sampled", "ended_s", "masks", "may_sample", "queueing_s")
 
     def __init__(self, when_sampled: Callable[[LaunchedStep], None]) -> None:
         self._future: Future[StepOutput] = Future()
@@ -76,6 +79,7 @@ class LaunchedStep:
         self.may_sample = False
         self.masks: SampleMasks | None = None
         self.ended_s = 0.0
+        self.queueing_s = 0.0
 
     def sample(self, masks: SampleMasks | None) -> None:
         """Lets the step sample once its forward pass is done. Called once; never blocks."""

@@ -103,6 +103,7 @@ AREAS = {
         f"{EXECUTION_TESTS}/test_kv_sizing.py",
         f"{EXECUTION_TESTS}/test_cuda_graph_runner.py",
         f"{EXECUTION_TESTS}/test_mixed_graph_runner.py",
+        f"{EXECUTION_TESTS}/test_launchers.py",
         "tests/ops/test_mixed_attention.py",
         "tests/ops/gpu/test_warm_up_covers.py",
         "tests/ops/gpu/test_triton_sources.py",
@@ -523,6 +524,8 @@ PLANTS = [
             "with torch.inference_mode(), self._device.on(self._stream):",
             "with torch.inference_mode():",
         ),
+        ("if quick and self._handed_over == self._taken_on:", "if quick:"),
+        ("if quick and self._handed_over == self._taken_on:", "if True:"),
     ),
     *_planted(
         "gpu",

@@ -96,6 +96,7 @@ class Device:
         chunk_tokens: prefill tokens of a step by default; None: as many as a time allows.
         kv_codes: the type of the codes that keys and values are kept as (`ops.kv_codes`); None:
             they are kept in `dtype`.
+        compiled_kernels: tells how many kernels this process has compiled, or loaded, so far.
     """
 
     torch_device: torch.device
@@ -110,6 +111,7 @@ class Device:
     weights: str = ""
     chunk_tokens: int | None = None
     kv_codes: torch.dtype | None = None
+    compiled_kernels: Callable[[], int] = lambda: 0
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -272,6 +274,7 @@ def _open_cuda(config: RunnerConfig, stored: StoredWeights) -> Device:
         torch_device=device,
         dtype=_dtype(config.dtype, stored.dtype, bfloat16=bfloat16),
         ops=ops.load("gpu"),
+        compiled_kernels=ops.gpu_kernel_counter(),
         queued=True,
         pinned=True,
         graphs=not config.disable_cuda_graph,

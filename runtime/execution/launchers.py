@@ -1,14 +1,17 @@
 """How steps reach the device while the host plans the next one: two forms, by what a call does.
 
 Where a call returns when its work is done (CPU), one worker thread runs steps in launch order.
-Where work is queued (CUDA), the caller's thread queues it on a stream of its own and a waiter
-thread blocks on the step's fence, so that neither the caller nor its event loop ever waits.
+Where work is queued (CUDA), it goes on a stream of its own, and a waiter thread blocks on the
+step's fence, so that neither the caller nor its event loop ever waits. A captured step is queued by
+the caller, in a fraction of a millisecond; one that is launched kernel by kernel, for many of them,
+by a thread, so that streams are served meanwhile.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +27,14 @@ if TYPE_CHECKING:
 
 
 class StepWork(Protocol):
-    """What a step does, in the order in which it is done."""
+    """What a step does, in the order in which it is done.
+
+    Attributes:
+        quick: where work is queued, `forward` takes a few calls.
+    """
+
+    @property
+    def quick(self) -> bool: ...
 
     def forward(self) -> None:
         """Computes the logits."""
@@ -114,21 +124,31 @@ class ThreadLauncher:
 
 
 class StreamLauncher:
-    """A stream and a waiter thread."""
+    """A stream, a thread that queues what takes long, and a waiter thread.
+
+    Work is queued in the order of the calls: by the caller where the thread has nothing to do.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._stream = device.stream()
         self._unsampled: list[LaunchedStep] = []
         self.failed = False
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._handed_over = 0  # jobs, counted by the caller
+        self._taken_on = 0  # and done, counted by the thread
         self._sampled: queue.SimpleQueue[tuple[StepWork, LaunchedStep] | None] = queue.SimpleQueue()
-        self._waiter = threading.Thread(target=self._wait, name="model-waiter", daemon=True)
-        self._waiter.start()
+        self._threads = [
+            threading.Thread(target=self._launch, name="model-launcher", daemon=True),
+            threading.Thread(target=self._wait, name="model-waiter", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def launch(self, work: StepWork) -> LaunchedStep:
         step = LaunchedStep(partial(self._sample, work))
-        if self._queue(step, work.forward):
-            self._unsampled.append(step)
+        self._unsampled.append(step)
+        self._do(partial(self._queue, step, work.forward), quick=work.quick)
         return step
 
     def call(self, work: Callable[[], None]) -> None:
@@ -136,30 +156,53 @@ class StreamLauncher:
             work()
 
     def close(self) -> None:
+        launcher, waiter = self._threads
+        if launcher.is_alive():
+            self._jobs.put(None)
+            launcher.join()
         unsampled, self._unsampled = self._unsampled, []
         for step in unsampled:
-            step.end(RuntimeError(_CLOSED))
-        if self._waiter.is_alive():
+            if not step.done:
+                step.end(RuntimeError(_CLOSED))
+        if waiter.is_alive():
             self._sampled.put(None)
-            self._waiter.join()
+            waiter.join()
 
     def _sample(self, work: StepWork, step: LaunchedStep) -> None:
-        if step.done:  # its forward pass could not be queued
-            return
         self._unsampled.remove(step)
+        self._do(partial(self._queue_sampling, work, step), quick=True)
+
+    def _do(self, job: Callable[[], object], *, quick: bool) -> None:
+        if quick and self._handed_over == self._taken_on:
+            job()
+            return
+        self._handed_over += 1
+        self._jobs.put(job)
+
+    def _launch(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # a step's tensors are not needed while waiting for the next
+            self._taken_on += 1
+
+    def _queue_sampling(self, work: StepWork, step: LaunchedStep) -> None:
         if self._queue(step, lambda: work.sample(step.masks)):
             self._sampled.put((work, step))
 
     def _queue(self, step: LaunchedStep, work: Callable[[], None]) -> bool:
         """Queues work of a step; where that raises, the step has failed."""
+        if step.done:  # its forward pass could not be queued
+            return False
+        begin = time.perf_counter()
         try:
             if self.failed:
                 raise RuntimeError(_BEHIND)
             self.call(work)
-        except Exception as error:
+        except BaseException as error:  # whatever it is belongs to the step's waiter
             self.failed = True
             step.end(error)
             return False
+        step.queueing_s += time.perf_counter() - begin
         return True
 
     def _wait(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from runtime.execution.forward_batch import (
 from runtime.execution.kv_pool import BlockTable, KVPool, StepMemory
 from runtime.execution.launchers import Launcher, StreamLauncher, ThreadLauncher
 from runtime.execution.logprobs import LogprobTensors, concatenate, logprobs_of, records
-from runtime.execution.packed_step import NO_INTS, unpack_step
+from runtime.execution.packed_step import unpack_step
 from runtime.execution.sampler import Sampled, Sampler
 from runtime.runner import RunnerInfo, StepOutput
 
@@ -198,32 +199,49 @@ class ModelStep:
         self._sampled: Sampled
         self._fences: list[Fence]
         self._before: Fence | None = None
+        self._compiled_kernels = 0
 
     def forward(self) -> None:
         """Runs or queues the model, up to the logits."""
         # Made here, where what they raise fails this step and none that was launched before it.
         self._fences = [self._runner.device.fence() for _ in range(4)]
         self._before = self._runner.last_end
+        self._compiled_kernels -= self._runner.device.compiled_kernels()
         self._fences[0].record()
         self._runner.restore(self._batch.restore)
         self._logits = self._make_logits()
         self._fences[1].record()
 
-    def _make_logits(self) -> Tensor:
-        """By the captured step that holds this one, if there is one."""
+    @property
+    def quick(self) -> bool:
+        """A captured step holds it."""
+        return self._captured is not None
+
+    @cached_property
+    def _captured(self) -> DecodeGraphs | tuple[MixedGraphs, StepShape] | None:
+        """What holds it: captured decode steps, or a captured shape of steps with prompts."""
         runner, batch = self._runner, self._batch
         if not batch.num_prefill:
-            if runner.graphs is not None and runner.graphs.holds(len(batch.rows)):
-                return self._replayed_logits(runner.graphs)
-            return self._eager_logits(NO_INTS)
-        prompt_tokens, self._prompt_counts = prompt_token_indices(batch)
-        runner.sampler.take_over(batch)
-        graphs, long_prompts = runner.mixed_graphs, runner.memory.long_prompts
-        if graphs is not None and not len(prompt_tokens):
-            shape = graphs.padded_shape(batch.prefill_tokens + batch.num_decode, len(batch.rows))
-            if shape is not None and not (long_prompts is not None and long_prompts.any_in(batch)):
-                return self._replayed_mixed_logits(graphs, shape)
-        return self._eager_logits(prompt_tokens)
+            graphs = runner.graphs
+            return graphs if graphs is not None and graphs.holds(len(batch.rows)) else None
+        mixed, long_prompts = runner.mixed_graphs, runner.memory.long_prompts
+        if mixed is None or (long_prompts is not None and long_prompts.any_in(batch)):
+            return None
+        prompts = batch.requests[: batch.num_prefill]
+        if any(request.sampling.prompt_logprobs is not None for request in prompts):
+            return None
+        shape = mixed.padded_shape(batch.prefill_tokens + batch.num_decode, len(batch.rows))
+        return None if shape is None else (mixed, shape)
+
+    def _make_logits(self) -> Tensor:
+        captured = self._captured
+        if self._batch.num_prefill:
+            self._runner.sampler.take_over(self._batch)
+        if captured is None:
+            return self._eager_logits()
+        if isinstance(captured, tuple):
+            return self._replayed_mixed_logits(*captured)
+        return self._replayed_logits(captured)
 
     def _prepared(self) -> None:
         """The model comes next. What a queued device waits for until here is the host's time, not
@@ -245,8 +263,9 @@ class ModelStep:
         self._prepared()
         return graphs.replay(packed, shape)[: len(self._batch.sampled)]
 
-    def _eager_logits(self, prompt_tokens: np.ndarray) -> Tensor:
+    def _eager_logits(self) -> Tensor:
         runner, batch = self._runner, self._batch
+        prompt_tokens, self._prompt_counts = prompt_token_indices(batch)
         staging = runner.staging if runner.device.queued else None
         forward = make_forward_batch(batch, prompt_tokens, staging, runner.memory)
         self._sampled_rows = forward.sampled
@@ -298,6 +317,7 @@ class ModelStep:
             self._prompt = self._prompt.to_host(runner.device)
         self._fences[3].record()
         runner.last_end = self._fences[3]
+        self._compiled_kernels += runner.device.compiled_kernels()
 
     def output(self) -> StepOutput:
         """Blocks until the step is done."""
@@ -307,6 +327,7 @@ class ModelStep:
             token_ids=[],
             device_s=forward_end.seconds_since(forward_start)
             + sample_end.seconds_since(sample_start),
+            compiled_kernels=self._compiled_kernels,
         )
         if self._before is not None:
             output.idle_s = forward_start.seconds_since(self._before)

@@ -128,6 +128,11 @@ _GAUGES: Sequence[Gauge] = (
         lambda s, m: int(s.invariant_error is not None),
     ),
     (
+        "loomserve:compiled_kernels",
+        "Kernels that were compiled while requests waited; the warm-up should leave none",
+        lambda s, m: m.compiled_kernels,
+    ),
+    (
         "loomserve:connections",
         "Open connections",
         lambda s, m: m.connections(),
@@ -291,6 +296,11 @@ _SPREADS: Sequence[Spread] = (
         "loomserve:step_seconds",
         "Launch of a step to its result",
         lambda m: m.step_time,
+    ),
+    (
+        "loomserve:step_host_seconds",
+        "The host's own work for a step: to plan, launch or queue, apply and deliver it",
+        lambda m: m.step_host_time,
     ),
     (
         "loomserve:gpu_overlap_wait_seconds",

@@ -107,7 +107,9 @@ class Metrics:
     wait_time: dict[str, Histogram] = field(default_factory=dict)  # by what was waited for
     request_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     step_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    step_host_time: Histogram = field(default_factory=lambda: Histogram(GAP_S))
     overlap_wait: Histogram = field(default_factory=lambda: Histogram(GAP_S))
+    compiled_kernels: int = 0
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     prefill_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
@@ -159,6 +161,8 @@ class Metrics:
     def step(self, record: StepRecord) -> None:
         """A step was committed, or has failed."""
         self.step_time.observe(record.done_s - record.launched_s)
+        self.step_host_time.observe(record.host_s)
+        self.compiled_kernels += record.compiled_kernels
         if record.idle_s is not None:
             self.overlap_wait.observe(record.idle_s)
 

@@ -32,6 +32,8 @@ class StepRecord:
         done_s, applied_s, committed_s: its result was read, applied to the scheduler, delivered.
         plan_s: seconds that planning it took. device_s: seconds the device spent on it.
         idle_s: seconds that the device stood still before it; None: there was nothing to compute.
+        queueing_s: seconds that a thread spent on queueing it, where the device has a queue.
+        compiled_kernels: see `StepOutput`.
         retry: its rows were in a step that failed.
         failed: why the whole step failed, or None.
     """
@@ -56,8 +58,16 @@ class StepRecord:
     plan_s: float
     device_s: float
     idle_s: float | None
+    queueing_s: float = 0.0
+    compiled_kernels: int = 0
     retry: bool = False
     failed: str | None = None
+
+    @property
+    def host_s(self) -> float:
+        """Seconds of the host's own work: to plan, launch or queue, apply and deliver it."""
+        sent_s = max(self.sent_s - self.launched_s, self.queueing_s)
+        return self.plan_s + sent_s + self.committed_s - self.done_s
 
 
 class StepRecords:

@@ -66,6 +66,8 @@ class LoopStep:
             plan_s=self.launched_s - self.planned_s,
             device_s=0.0 if output is None else output.device_s,
             idle_s=output.idle_s if output and self.reason in _WORK_WENT_ON else None,
+            queueing_s=self.step.queueing_s,
+            compiled_kernels=0 if output is None else output.compiled_kernels,
             retry=batch.retry,
             failed=failed,
         )
@@ -94,6 +96,12 @@ class StepReports:
         self._metrics.step(record)
         self._watchers.tell(record)
         self._watch_target()
+        if record.compiled_kernels:
+            log.warning(
+                "step %d waited for %d kernels to be compiled, which the warm-up should have run",
+                record.step,
+                record.compiled_kernels,
+            )
 
     def recounted(self) -> None:
         """The scheduler has recounted its books; says so where they are wrong."""

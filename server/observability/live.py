@@ -252,7 +252,7 @@ def step_figures(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
             "prefill_rows": record.prefill_rows,
             "decode_rows": record.decode_rows,
             "step_ms": 1e3 * (record.done_s - begin_s),
-            "host_ms": 1e3 * (record.plan_s + record.committed_s - record.done_s),
+            "host_ms": 1e3 * record.host_s,
             "gap_ms": 0.0 if idle or done_s is None else 1e3 * (begin_s - done_s),
         }
         note = _note(record)

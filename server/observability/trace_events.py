@@ -83,6 +83,8 @@ class TraceEvents:
         }
         if record.idle_s is not None:
             told["idle_us"] = _microseconds(record.idle_s)
+        if record.queueing_s:
+            told["queueing_us"] = _microseconds(record.queueing_s)
         if record.failed is not None:
             told["failed"] = record.failed
         return _event(Slice(record.kind, begin_s, end_s, told), SERVER, DEVICE)

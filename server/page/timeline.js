@@ -12,7 +12,7 @@
 //     prefill_rows    prompts they belong to
 //     decode_rows     rows that get one token each
 //     step_ms         how long it took
-//     host_ms         of the host's own work for it: planning, committing, delivering (may be left out)
+//     host_ms         of the host's own work for it, from planning to delivering (may be left out)
 //     gap_ms          before it, while nothing was computed (may be left out)
 //     note            a word more about it, shown as text (may be left out)
 //     failed          true where it failed (may be left out)

@@ -20,6 +20,7 @@ from runtime.execution.forward_batch import decode_step
 from runtime.execution.launchers import StreamLauncher, ThreadLauncher
 from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.request import SamplingParams
+from runtime.runner import SampleMasks, StepOutput
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.execution.drivers import request, run
@@ -201,6 +202,80 @@ def test_close_gives_up_steps_that_may_never_sample(runner: ModelRunner) -> None
         assert step.done, "nobody waits for it for ever"
         with pytest.raises(RuntimeError, match="closed before"):
             step.result()
+
+
+class Work:
+    """Notes on which thread each part is done; `forward` waits until it may go on."""
+
+    def __init__(self, name: str, done: list[tuple[str, str]], *, quick: bool) -> None:
+        self.quick = quick
+        self.may_go_on = threading.Event()
+        if quick:
+            self.may_go_on.set()
+        self._name = name
+        self._done = done
+
+    def forward(self) -> None:
+        assert self.may_go_on.wait(10)
+        self._done.append((self._name, threading.current_thread().name))
+
+    def sample(self, masks: SampleMasks | None) -> None:
+        self._done.append((f"{self._name} samples", threading.current_thread().name))
+
+    def output(self) -> StepOutput:
+        return StepOutput([])
+
+
+class Broken(Work):
+    def forward(self) -> None:
+        raise ZeroDivisionError
+
+
+def test_a_captured_step_is_queued_by_the_caller_and_another_beside_it(
+    built: ModelRunner,
+) -> None:
+    """In the order of the calls: what comes behind a step that takes long waits for it, and the
+    caller does not."""
+    launcher = StreamLauncher(built.device)
+    done: list[tuple[str, str]] = []
+    first, long, behind = (
+        Work("first", done, quick=True),
+        Work("long", done, quick=False),
+        Work("behind", done, quick=True),
+    )
+    steps = []
+    for work in (first, long, behind):
+        steps.append(launcher.launch(work))
+        steps[-1].sample(None)
+    caller = threading.current_thread().name
+    assert done == [("first", caller), ("first samples", caller)]
+    steps[0].result()
+    assert not steps[1].done
+    long.may_go_on.set()
+    assert steps[2].result().token_ids == []
+    beside = "model-launcher"
+    assert done[2:] == [
+        (name, beside) for name in ("long", "long samples", "behind", "behind samples")
+    ]
+    assert min(step.queueing_s for step in steps) > 0
+    launcher.close()
+
+
+def test_a_step_that_cannot_be_queued_on_the_thread_fails_those_behind_it(
+    built: ModelRunner,
+) -> None:
+    launcher = StreamLauncher(built.device)
+    done: list[tuple[str, str]] = []
+    works = [Broken("long", done, quick=False), Work("behind", done, quick=True)]
+    steps = [launcher.launch(work) for work in works]
+    for step in steps:
+        step.sample(None)
+    with pytest.raises(ZeroDivisionError):
+        steps[0].result()
+    with pytest.raises(RuntimeError, match="a step before it has failed"):
+        steps[1].result()
+    assert done == []
+    launcher.close()
 
 
 def test_a_decode_step_from_device_tensors_alone_is_the_same_step(built: ModelRunner) -> None:

@@ -15,7 +15,7 @@ import pytest
 from ops.gpu.op_set import GpuOps
 from runtime.execution.device import Device
 from runtime.execution.forward_batch import Staging
-from runtime.execution.model_runner import ModelRunner
+from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.request import SamplingParams
 from runtime.runner import SampleMasks
 from tests.ops.gpu.tiny_decoder import VOCAB_SIZE, make_device, make_runner
@@ -62,7 +62,8 @@ def device() -> Device:
 
 
 @pytest.fixture
-def runner(gpu: FakeGpu, device: Device) -> Iterator[ModelRunner]:
+def runner(gpu: FakeGpu, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
+    monkeypatch.setattr(ModelStep, "quick", True)  # queued by the caller, so the order is known
     runner = make_runner(device)
     assert gpu.commands == ["wait_stream"], "what was set up before comes first"
     gpu.strict = True

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from runtime.runner import LaunchedStep
 from server.generation.metrics import Throughput
 from tests.fakes import fake_runner, fake_server
 
@@ -165,3 +166,24 @@ async def test_the_device_s_waits_are_those_of_the_steps_that_followed_another()
         medians[disable_overlap] = statistics.median(waits)
     assert medians[True] > 0.002
     assert medians[False] < medians[True] / 2
+
+
+async def test_kernels_that_serving_had_to_wait_for_are_counted_and_told(caplog, monkeypatch):
+    """And the host's time is measured for every step."""
+    end, compiled = LaunchedStep.end, iter((0, 2, 0, 1))
+
+    def ended(step, output):
+        output.compiled_kernels = next(compiled, 0)
+        end(step, output)
+
+    monkeypatch.setattr(LaunchedStep, "end", ended)
+    async with fake_server() as server:
+        await server.complete(max_tokens=6, ignore_eos=True)
+        await server.wait_idle()
+        metrics, records = server.service.metrics, list(server.service.engine.records)
+    assert metrics.compiled_kernels == 3
+    told = [message for message in caplog.messages if "to be compiled" in message]
+    assert len(told) == 2
+    assert "step 1 waited for 2 kernels" in told[0]
+    assert sum(metrics.step_host_time.counts) == len(records) >= 6
+    assert metrics.step_host_time.sum == pytest.approx(sum(one.host_s for one in records))
