@@ -113,6 +113,13 @@ class Expert(NamedTuple):
     down_bias: Tensor | None = None
 
 
+class HeadNorm(NamedTuple):
+    """The norm of each head before attention: weight [D], see `OpSet.rms_norm`."""
+
+    weight: Tensor
+    eps: float
+
+
 @dataclass(slots=True)
 class Penalties:
     """Penalty state kept on the device, so that it never lags behind the newest token.
@@ -216,6 +223,28 @@ class OpSet(Protocol):
     ) -> None:  # fmt: skip
         """Writes k, v [T, HK, D] (strided) to the pools [S, HK, D] at slots [T] int64; to pools of
         codes, which have `scales`, as codes with their scales. A negative slot is skipped."""
+        ...
+
+    def place_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        *,
+        q_norm: HeadNorm | None,
+        k_norm: HeadNorm | None,
+        rope: Tensor | None,
+        interleaved: bool,
+        scales: KvScales | None = None,
+    ) -> Tensor:
+        """What stands between the qkv layer and attention: `rms_norm` of each head of q
+        [T, HQ, D] and of k [T, HK, D], `rotary` of both, `store_kv` of k and v. All are strided.
+        A norm or rope that is None is left out. Returns q as attention takes it; q and k may be
+        overwritten."""
         ...
 
     def extend_attention(

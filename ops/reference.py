@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, Expert, KvScales, Routing, SamplingTensors
+    from ops.op_set import (
+        AttentionBatch,
+        AttentionSpec,
+        Expert,
+        HeadNorm,
+        KvScales,
+        Routing,
+        SamplingTensors,
+    )
 
 NEG_INF = float("-inf")
 
@@ -64,6 +72,33 @@ def store_kv(
     k_scales, v_scales = scales or (None, None)
     kv_codes.scatter(k[live], k_pool, k_scales, slots[live])
     kv_codes.scatter(v[live], v_pool, v_scales, slots[live])
+
+
+def place_heads(
+    ops: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: HeadNorm | None,
+    k_norm: HeadNorm | None,
+    rope: Tensor | None,
+    interleaved: bool,
+    scales: KvScales | None = None,
+) -> Tensor:
+    """`OpSet.place_heads` op by op."""
+    if q_norm is not None:
+        q = ops.rms_norm(q, q_norm.weight, q_norm.eps)
+    if k_norm is not None:
+        k = ops.rms_norm(k, k_norm.weight, k_norm.eps)
+    if rope is not None:
+        ops.rotary(q, k, positions, rope, interleaved=interleaved)
+    ops.store_kv(k, v, k_pool, v_pool, slots, scales)
+    return q
 
 
 def row_slots(batch: AttentionBatch, b: int) -> Tensor:
@@ -295,6 +330,7 @@ class ReferenceOps:
     layer_norm = staticmethod(layer_norm)
     rotary = staticmethod(rotary)
     store_kv = staticmethod(store_kv)
+    place_heads = place_heads
     extend_attention = staticmethod(extend_attention)
     decode_attention = staticmethod(extend_attention)
     mixed_attention = staticmethod(mixed_attention)

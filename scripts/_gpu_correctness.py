@@ -13,7 +13,7 @@ import torch
 from ops import reference
 from ops.gpu import decode_attention, extend_attention
 from ops.gpu.library import Chip
-from ops.op_set import AttentionBatch, AttentionSpec, Penalties, SamplingTensors
+from ops.op_set import AttentionBatch, AttentionSpec, HeadNorm, Penalties, SamplingTensors
 from runtime.execution.cuda_graph_runner import CudaGraphRunner
 from runtime.request import SamplingParams
 from scripts._gpu_engine import Outcome, make_request, run_requests, scheduler_for
@@ -185,6 +185,20 @@ def check_elementwise(device: Device) -> Iterator[Check]:
         for op, tensor in zip((ops.rotary, reference.rotary), turned, strict=True):
             op(tensor[:, :8], tensor[:, 8:10], positions, rope, interleaved=interleaved)
         pairs["rotary interleaved" if interleaved else "rotary"] = (turned[0], turned[1])
+    norm = HeadNorm(weight[:128], 1e-5)
+    pools, queries = torch.zeros(2, 2, 64, 2, 128, **where), []
+    for place, pool in (
+        (ops.place_heads, pools[0]),
+        (reference.ReferenceOps().place_heads, pools[1]),
+    ):
+        q, k, v = qkv.clone().split((8, 2, 2), dim=1)
+        options: dict[str, Any] = {"rope": rope, "interleaved": False}
+        q = place(
+            q, k, v, pool[0], pool[1], positions, positions, q_norm=norm, k_norm=norm, **options
+        )
+        queries.append(q)
+    pairs["place_heads: q"] = (queries[0], queries[1])
+    pairs["place_heads: k and v"] = (pools[0], pools[1])
     for name, (got, expected) in pairs.items():
         yield _error_check(name, relative_error(got, expected), device.dtype)
 

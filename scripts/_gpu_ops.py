@@ -73,6 +73,17 @@ def _ops(
         return qkv
 
     yield "rotary", rotary, 2 * rows * 40 * 128 * size
+    pools = torch.zeros(2, rows, 8, 128, **where)
+    slots = torch.arange(rows, device=device.torch_device)
+    q, k, v = qkv.split((32, 8, 8), dim=1)
+
+    def place_heads() -> Tensor:
+        return ops.place_heads(
+            q, k, v, pools[0], pools[1], positions, slots,
+            q_norm=None, k_norm=None, rope=rope, interleaved=False,
+        )  # fmt: skip
+
+    yield "place_heads", place_heads, 2 * rows * 48 * 128 * size
     problem = paged_problem(
         [(kv_len - 1, 1)] * rows, head_dim=128, group=4, kv_heads=8, dtype=device.dtype
     ).to(device.torch_device)

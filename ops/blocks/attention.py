@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ops.op_set import KvScales
+from ops.op_set import HeadNorm, KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,22 +53,35 @@ class Attention:
 
     def run(self, x: Tensor, cache: tuple[Tensor, ...], step: DecoderStep, ops: OpSet) -> Tensor:
         q, k, v = ops.linear(x, self.qkv).split(self.widths, dim=-1)
-        q, k = self._heads(q, self.q_norm, ops), self._heads(k, self.k_norm, ops)
-        v = self._heads(v, None, ops)
-        if self.rope is not None:
-            ops.rotary(q, k, step.positions, self.rope, interleaved=self.rope_interleaved)
+        if self.qk_norm_whole:
+            q, k = (self._normed(x, norm, ops) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         k_pool, v_pool, *of_codes = cache
         scales = KvScales(*of_codes) if of_codes else None
-        ops.store_kv(k, v, k_pool, v_pool, step.slots, scales)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        q = ops.place_heads(
+            q,
+            k,
+            v,
+            k_pool,
+            v_pool,
+            step.positions,
+            step.slots,
+            q_norm=self._head_norm(self.q_norm),
+            k_norm=self._head_norm(self.k_norm),
+            rope=self.rope,
+            interleaved=self.rope_interleaved,
+            scales=scales,
+        )
         out = attend(q, k_pool, v_pool, step.attention, self.spec, ops, scales)
         return ops.linear(out.flatten(1), self.o)
 
-    def _heads(self, x: Tensor, norm: Norm | None, ops: OpSet) -> Tensor:
-        """[T, heads, D] for x [T, heads * D], normed."""
-        if norm is not None and self.qk_norm_whole:
-            x, norm = ops.rms_norm(x, norm.weight, norm.eps), None
-        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
-        return heads if norm is None else ops.rms_norm(heads, norm.weight, norm.eps)
+    def _normed(self, x: Tensor, norm: Norm | None, ops: OpSet) -> Tensor:
+        return x if norm is None else ops.rms_norm(x, norm.weight, norm.eps)
+
+    def _head_norm(self, norm: Norm | None) -> HeadNorm | None:
+        if norm is None or self.qk_norm_whole:
+            return None
+        return HeadNorm(norm.weight, norm.eps)
 
 
 def attend(

@@ -100,6 +100,8 @@ class CpuOps:
         kv_codes.scatter(k, k_pool, k_scales, slots)
         kv_codes.scatter(v, v_pool, v_scales, slots)
 
+    place_heads = reference.place_heads
+
     def extend_attention(
         self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, spec: AttentionSpec,
         scales: KvScales | None = None,

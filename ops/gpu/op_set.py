@@ -13,6 +13,7 @@ from ops.gpu.decode_attention import decode_attention
 from ops.gpu.experts import pack_experts, run_experts
 from ops.gpu.extend_attention import extend_attention
 from ops.gpu.mixed_attention import mixed_attention
+from ops.gpu.place_heads import place_heads
 from ops.gpu.rms_norm import add_rms_norm, rms_norm
 from ops.gpu.rotary import rotary
 from ops.gpu.sampling import sample
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import Expert
+    from ops.op_set import Expert, KvScales
 
 
 MOST_HEAD_DIM = 256  # wider tiles do not fit into shared memory
@@ -58,6 +59,14 @@ class GpuOps:
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         weight, bias = packed
         return F.linear(x, weight, bias)
+
+    def place_heads(
+        self, *tensors: Tensor, scales: KvScales | None = None, **options: Any
+    ) -> Tensor:
+        """See `OpSet.place_heads`; op by op where the pools hold codes."""
+        if scales is not None:
+            return reference.place_heads(self, *tensors, scales=scales, **options)
+        return place_heads(*tensors, **options)
 
     def pack_experts(self, experts: Iterable[Expert], *, quantization: str | None = None) -> Any:
         """Raises ValueError on a quantization."""

@@ -44,13 +44,14 @@ from ops.gpu import (
     activation,
     decode_attention,
     extend_attention,
+    place_heads,
     rms_norm,
     rotary,
     sampling,
     store_kv,
 )
 from ops.gpu.library import Chip
-from ops.op_set import AttentionBatch, AttentionSpec, KvScales, Penalties, SamplingTensors
+from ops.op_set import AttentionBatch, AttentionSpec, HeadNorm, KvScales, Penalties, SamplingTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -272,6 +273,12 @@ def _elementwise(dtype: torch.dtype) -> None:
     for codes in (torch.int8, torch.float8_e4m3fn):
         coded = torch.empty(64, 8, 128, dtype=codes)
         store_kv.store_kv(qkv[:, 32:40], qkv[:, 40:], coded, coded, slots, scales)
+    rope = torch.empty(8, 128)
+    for norm in (None, HeadNorm(weight[:128], 1e-6)):
+        place_heads.place_heads(
+            qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], pool, pool, slots, slots,
+            q_norm=norm, k_norm=norm, rope=rope, interleaved=False,
+        )  # fmt: skip
     activation.silu_and_mul(x)
     activation.gelu_and_mul(x, tanh=True)
     activation.gelu_and_mul(x, tanh=False)
@@ -330,6 +337,11 @@ def _steps(rows: int, offset: int) -> Iterator[Callable[[], Any]]:
         yield partial(op, q, k_pool, v_pool, batch, AttentionSpec(0.125))
     yield partial(store_kv.store_kv, k, v, k_pool, v_pool, longs(rows))
     yield partial(rotary.rotary, q, k, longs(rows), torch.empty(8, 64), interleaved=False)
+    yield partial(
+        place_heads.place_heads, q, k, v, k_pool, v_pool, longs(rows), longs(rows),
+        q_norm=None, k_norm=HeadNorm(torch.ones(64), 1e-5), rope=torch.empty(8, 64),
+        interleaved=False,
+    )  # fmt: skip
     yield partial(rms_norm.rms_norm, q, torch.ones(64), 1e-5)
     yield partial(activation.silu_and_mul, torch.empty(rows, 128))
     s = SamplingTensors(

@@ -74,6 +74,7 @@ def test_every_launch_compiles_for_every_target(compiled: list[dict]) -> None:
         "_merge_kernel",
         "_store_kv_kernel",
         "_store_codes_kernel",
+        "_place_heads_kernel",
         "_rms_norm_kernel",
         "_rotary_kernel",
         "_act_and_mul_kernel",

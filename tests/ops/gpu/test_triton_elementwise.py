@@ -9,6 +9,8 @@ import torch
 
 from ops import reference
 from ops.gpu.op_set import GpuOps
+from ops.op_set import HeadNorm
+from ops.reference import ReferenceOps
 
 OPS = GpuOps()
 DTYPES = pytest.mark.parametrize(
@@ -124,6 +126,56 @@ def test_store_kv(heads: int, head_dim: int, dtype: torch.dtype) -> None:
     OPS.store_kv(k, v, got[0], got[1], slots)
     reference.store_kv(k, v, expected[0], expected[1], slots)
     assert torch.equal(got, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "interleaved", "norms"),
+    [
+        (64, 64, False, "both"),  # Qwen 3
+        (128, 128, False, "none"),  # Llama
+        (96, 24, True, "k"),
+        (80, 32, False, "both"),
+        (64, 0, False, "both"),  # a layer without positions
+        (80, 0, False, "none"),
+        (256, 256, True, "float32"),  # Gemma's norms
+    ],
+)
+@pytest.mark.sampled(7)
+def test_heads_are_placed_as_op_by_op(
+    head_dim: int, rotary_dim: int, interleaved: bool, norms: str, dtype: torch.dtype
+) -> None:
+    """q, k and v are views of one fused row. Slot -1 stores nothing; what lies beside q, and in the
+    pools' other slots, stays as it is."""
+    heads, kv_heads = 6, 2
+    qkv = randn(5, heads + 2 * kv_heads + 1, head_dim, dtype=dtype)
+    pools = torch.zeros(2, 2, 16, kv_heads + 1, head_dim, dtype=dtype)
+    weights = [
+        HeadNorm(1 + 0.1 * randn(head_dim, dtype=kind, seed=seed), 1e-6)
+        for seed in (1, 2)
+        for kind in [torch.float32 if norms == "float32" else dtype]
+    ]
+    angles = torch.rand(40, rotary_dim // 2, generator=torch.Generator().manual_seed(3)) * 7
+    options: dict[str, Any] = {
+        "q_norm": weights[0] if norms in ("both", "float32") else None,
+        "k_norm": None if norms == "none" else weights[1],
+        "rope": torch.cat((angles.cos(), angles.sin()), dim=-1) if rotary_dim else None,
+        "interleaved": interleaved,
+    }
+    positions, slots = torch.tensor([0, 1, 39, 17, 17]), torch.tensor([3, -1, 0, 15, 7])
+    found = []
+    for place, pool in ((OPS.place_heads, pools[0]), (ReferenceOps().place_heads, pools[1])):
+        row = qkv.clone()
+        q, k, v, beside = row.split((heads, kv_heads, kv_heads, 1), dim=1)
+        q = place(q, k, v, pool[0, :, 1:], pool[1, :, 1:], positions, slots, **options)
+        found.append(q)
+        assert torch.equal(beside, qkv[:, -1:])
+    check_close(found[0], found[1])
+    check_close(pools[0], pools[1])
+    empty = [i for i in range(16) if i not in slots]
+    assert not pools[0][:, empty].any()
+    assert not pools[0][:, :, 0].any()
+    assert pools[0][:, [0, 3, 7, 15], 1:].any(-1).all()
 
 
 def test_linear_and_its_packing() -> None:
