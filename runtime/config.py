@@ -35,6 +35,7 @@ FIXED_OPTIONS = (
     "disable_radix_cache",
     "eos_token_ids",
     "max_running_requests",
+    "kv_tier_pages",
     "page_size",
 )
 
@@ -184,6 +185,8 @@ class SchedulerConfig(SchedulerOptions):
         step_bound_ms: chunks are such that a step is predicted to take at most this; 0: no bound.
         measured_steps: what the step-time model starts from: (tokens, square, rows, context,
             seconds) of each step, see `runtime.scheduling.step_time_model.StepShape`.
+        kv_tier_pages: pages that the tier below the pool holds; 0: there is none.
+        kv_load_tokens: fewer tokens are computed rather than loaded from it.
     """
 
     capacity_tokens: int
@@ -192,6 +195,8 @@ class SchedulerConfig(SchedulerOptions):
     chunked_prefill_size: int = CHUNK_TOKENS
     step_bound_ms: float = 0.0
     measured_steps: tuple[tuple[float, ...], ...] = ()
+    kv_tier_pages: int = 0
+    kv_load_tokens: int = 0
 
     def __post_init__(self) -> None:
         SchedulerOptions.__post_init__(self)  # super() finds no class whose slots were added
@@ -250,6 +255,19 @@ class RunnerConfig:
         otherwise=f"{CPU_TOTAL_TOKENS} on a CPU, with a kv_cache_dtype more in as much memory; what"
         " memory allows on a GPU",
     )
+    kv_offload_gb: float = option(
+        0.0,
+        "GiB of host memory for cached KV that the pool has no room for any more; 0: off",
+        at_least=0,
+    )
+    kv_offload_path: str | None = option(
+        None,
+        "file that cached KV is also written to, so that prefixes outlive the process",
+        metavar="FILE",
+    )
+    kv_offload_path_gb: float = option(
+        16.0, "GiB that the file of kv_offload_path takes at most; what is oldest goes", above=0
+    )
     mem_fraction_static: float = option(
         0.88, "share of the GPU's memory for weights and KV together", above=0, at_most=1
     )
@@ -278,6 +296,11 @@ class RunnerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.kv_offload_path is not None and self.kv_offload_path_gb < self.kv_offload_gb:
+            raise ConfigError(
+                f"kv_offload_path_gb {self.kv_offload_path_gb:g}: must be at least kv_offload_gb"
+                f" ({self.kv_offload_gb:g}), since all that is in host memory is in the file too"
+            )
 
     @property
     def cache_folder(self) -> Path:

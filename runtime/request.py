@@ -120,6 +120,9 @@ class RequestRecord:
         synced_pages: leading entries of its table row that the device has or will get.
         last_step: last launched step that names it.
         admissions: times it was admitted; a retracted one is admitted again.
+        prefix_tokens: cached tokens that it was admitted with.
+        proven: it has given a token since it was admitted, so that its KV is known to hold numbers.
+        load_tried: its prefix was to be loaded from the tier since it began to wait.
         passed_over_s: when a later arrival was first admitted before it.
         waited: seconds waited per blocking term, of waits that are over.
         own_reason: its blocking term in the last pass where that was not the whole queue's.
@@ -143,6 +146,9 @@ class RequestRecord:
     waited: list[float] = field(default_factory=list)
     own_reason: str = ""
     admissions: int = 0
+    prefix_tokens: int = 0
+    proven: bool = False
+    load_tried: bool = False
 
 
 @dataclass(slots=True, eq=False)

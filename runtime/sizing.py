@@ -22,6 +22,7 @@ def size_scheduler(
     eos_token_ids: frozenset[int],
     device_chunk_tokens: int | None,
     measure: Callable[[float], MeasuredSteps],
+    tier: tuple[int, int] = (0, 0),
 ) -> SchedulerConfig:
     """The options with what they leave open filled in.
 
@@ -33,6 +34,7 @@ def size_scheduler(
         device_chunk_tokens: the size that the device has by default; None: it is timed.
         measure: times steps of the device until they near the given seconds; called only where
             chunks are sized by time.
+        tier: pages that the tier below the pool holds, and the fewest tokens worth a load from it.
     Raises: ConfigError: the options do not fit what was derived.
     """
     given = {item.name: getattr(options, item.name) for item in options_of(SchedulerOptions)}
@@ -43,6 +45,8 @@ def size_scheduler(
             capacity_tokens=capacity_tokens,
             context_length=context_length,
             eos_token_ids=eos_token_ids,
+            kv_tier_pages=tier[0],
+            kv_load_tokens=tier[1],
             **{**given, **derived},
         )
 

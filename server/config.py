@@ -180,6 +180,12 @@ class ServerConfig:
             raise ConfigError("kv_events_replay and kv_events_topic: need kv_events")
         if self.kv_events is not None and self.scheduler.disable_radix_cache:
             raise ConfigError("kv_events with disable_radix_cache: there is no cache to tell of")
+        offload = self.runner.kv_offload_gb or self.runner.kv_offload_path
+        if offload and self.scheduler.disable_radix_cache:
+            raise ConfigError(
+                "kv_offload_gb and kv_offload_path with disable_radix_cache: there is no cache to"
+                " keep more of"
+            )
         if self.runner.max_total_tokens is not None:
             check_capacity(self.runner.max_total_tokens, self.scheduler.page_size)
         VolatileLines(self.volatile_line)

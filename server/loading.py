@@ -56,6 +56,7 @@ def load(config: ServerConfig) -> Parts:
             loading = pool.submit(Tokenizer.load, folder, template)
             from runtime.execution.build import build_runner
             from runtime.execution.warm_up import time_step
+            from runtime.offload.build import build_tier
 
             tokenizer = loading.result()
         kernels_done()
@@ -70,6 +71,7 @@ def load(config: ServerConfig) -> Parts:
         published_form=_published_form(config),
         progress=progress,
     )
+    tier = build_tier(config.runner, runner, path, progress)
     scheduler_config = size_scheduler(
         config.scheduler,
         capacity_tokens=runner.info.max_total_tokens,
@@ -79,15 +81,20 @@ def load(config: ServerConfig) -> Parts:
         measure=lambda bound_s: measure_steps(
             partial(time_step, runner), bound_s=bound_s, context_length=info.context_length
         ),
+        tier=(0, 0) if tier is None else (tier.pages, tier.load_tokens),
     )
     progress(describe_chunks(scheduler_config))
+    scheduler = make_scheduler(scheduler_config, config.record)
+    if tier is not None:
+        scheduler.adopt(tier.prefixes)
     return Parts(
         runner,
-        make_scheduler(scheduler_config, config.record),
+        scheduler,
         tokenizer,
         name,
         defaults,
         ModelSource(config.runner.model or name, info.model_type, info.architectures),
+        None if tier is None else tier.store,
     )
 
 

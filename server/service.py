@@ -28,6 +28,7 @@ from server.observability.tracing import Tracing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from runtime.offload.page_store import PageStore
     from runtime.runner import Runner
     from runtime.scheduling.scheduler import Scheduler
     from server.config import ServerConfig
@@ -59,6 +60,7 @@ class Parts:
         scheduler: made for this runner.
         model_name: the model's own, for a server that is told no other.
         defaults: what requests get that do not say how they are sampled.
+        tier: performs the copies and loads that the scheduler names, where it names any.
     """
 
     runner: Runner
@@ -67,6 +69,7 @@ class Parts:
     model_name: str
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     source: ModelSource = field(default_factory=ModelSource)
+    tier: PageStore | None = None
 
 
 @dataclass(slots=True)
@@ -121,6 +124,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         metrics,
         overlap=not config.disable_overlap,
         kv_events=_kv_events(config, scheduler),
+        tier=parts.tier,
     )
     limits = _limits(config, parts, model, aliases)
     generator = Generator(

@@ -35,6 +35,8 @@ class Counters:
         prefill_steps, decode_steps, mixed_steps: launched steps by kind.
         chunks: prefill rows of launched steps; a prompt that is not cut is one chunk.
         computed_tokens: tokens that launched steps compute.
+        stored_pages: copied to the tier below the pool; loaded_tokens: that came back from it.
+        failed_copies, failed_loads: those of which not every page was done.
         shared_prefix_skips: times a request was left for the next pass for a twin's sake; shown in
             `/server_info` only.
     """
@@ -53,6 +55,10 @@ class Counters:
     output_tokens: int = 0
     shared_prefix_skips: int = 0
     displaced: int = 0
+    stored_pages: int = 0
+    loaded_tokens: int = 0
+    failed_copies: int = 0
+    failed_loads: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # by FinishReason value
 
     def count_step(self, batch: ScheduleBatch) -> None:
@@ -82,6 +88,7 @@ class Reason(Enum):
     SHARED_PREFIX = "shared_prefix"  # a twin is about to fill the cache for it
     GRAMMAR = "grammar"  # its grammar is being compiled
     RETRACTED = "retracted"  # a pass that retracts admits nobody
+    KV_LOAD = "kv_load"  # its prefix is being loaded from the tier below the pool
 
 
 WAIT_REASONS = tuple(reason for reason in Reason if reason is not Reason.NONE)

@@ -100,6 +100,8 @@ class Admission:
                 if item.match is not None:
                     self._life.admit(item.request, item.match.tokens, now)
             self._order.note_admitted(admitted, now)
+            if self._memory.tier is not None:
+                self._memory.tier.take_pages()
         if self._delayer is not None:
             self._delayer.finalize(len(built))
         return built
@@ -127,13 +129,17 @@ class Admission:
         candidate = next(iter(self._candidates(now)))
         _prepare_prefill(candidate)
         match = self._memory.match(candidate)
+        tier = self._memory.tier
+        if tier is not None and tier.is_loading(candidate):
+            return None, []
 
         def admits(victims: Sequence[Request]) -> bool:
             return self._would_admit(candidate, match, ratio, victims)
 
         rows_missing = 1 - self._free_rows()
         if rows_missing <= 0 and admits(()):
-            return candidate, []
+            waits = tier is not None and tier.find(candidate, match, match_limit(candidate))
+            return (None if waits else candidate), []
         threshold, chunked = self._config.priority_preemption_threshold, self._life.chunked
         order = preemption_order(self._life.admitted, candidate.priority, threshold)
         least = max(rows_missing, 1)
@@ -249,7 +255,7 @@ class Admission:
                 break
             _prepare_prefill(request)
             match = self._memory.match(request)
-            if pending.worth_waiting(request, match):
+            if pending.worth_waiting(request, match) or self._may_load(request, match):
                 continue
             price = adder.add_ahead(request, match, chunked, self._credit, most)
             if not price:
@@ -284,6 +290,8 @@ class Admission:
                     continue
                 self._blocked_by(Reason.POLICY)
                 break
+            if request is not first and self._waits_for_load(request, match, adder, rows):
+                continue
             pending.add(request)
             verdict = adder.add(request, match)
             if _is_last(adder, request):
@@ -292,6 +300,35 @@ class Admission:
                 self._blocked_by(adder.reason)
                 break
         return admitted
+
+    def _may_load(self, request: Request, match: PrefixMatch) -> bool:
+        """Whether a request's prefix is being loaded, or may be."""
+        tier = self._memory.tier
+        if tier is None:
+            return False
+        return tier.is_loading(request) or (
+            tier.find(request, match, match_limit(request)) is not None
+        )
+
+    def _waits_for_load(
+        self, request: Request, match: PrefixMatch, adder: PrefillAdder, rows: int
+    ) -> bool:
+        """Whether a request waits for its prefix to be loaded; decides on the load where there is
+        KV for it."""
+        tier = self._memory.tier
+        if tier is None:
+            return False
+        if not tier.is_loading(request):
+            found = tier.find(request, match, match_limit(request))
+            if found is None:
+                return False
+            # Whoever else loads the same, or is to have the last rows, goes first.
+            if not tier.is_read(match, found) and tier.loading < rows:
+                if not adder.set_aside(request, match, found.tokens - match.tokens):
+                    return False
+                tier.book(request, match, found)
+        self._life.clocks.single_out(request, Reason.KV_LOAD)
+        return True
 
     def _candidates(self, now: float) -> Iterable[Request]:
         return self._order.candidates(now, self._life.counters.computed_tokens)

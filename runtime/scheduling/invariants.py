@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from runtime.request import Request
     from runtime.scheduling.kv_memory import KVMemory
+    from runtime.scheduling.kv_tier import KVTier
+    from runtime.scheduling.page_allocator import PageAllocator
+    from runtime.scheduling.radix_cache import RadixCache
     from runtime.scheduling.radix_tree import Node
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
@@ -81,32 +84,24 @@ class IdleRecount:
         return not self._done
 
 
-class _Recount:
+class _CacheRecount:
+    """Recounts one cache and the pages that are free for it: those of the pool, or the frames of
+    the tier below it.
+
+    Args:
+        locked: ends of the prefixes that somebody holds.
+    """
+
     def __init__(
-        self, memory: KVMemory, holders: Sequence[Request], launched: Sequence[ScheduleBatch]
+        self, cache: RadixCache, allocator: PageAllocator, locked: Iterable[Node | None]
     ) -> None:
-        self._memory = memory
-        self._cache = memory.cache
-        self._holders = holders
-        self._launched = launched
-        self._owned = bytearray(memory.allocator.num_pages)  # by page: somebody has it
-        self._locks = _count_locks(holders)
+        self._cache = cache
+        self._allocator = allocator
+        self._owned = bytearray(allocator.num_pages)  # by page: somebody has it
+        self._locks = _count_locks(locked)
         self._left = SLICE
 
-    def run(self) -> Iterator[None]:
-        yield from self._count_free()
-        self._check_rows()
-        yield from self._check_tree()
-        yield from self._check_pins()
-        yield from self._check_order()
-        yield from self._check_holders()
-        missing = self._owned.count(0)
-        _require(not missing, f"{missing} of {len(self._owned)} pages have no owner")
-        steps = {batch.step for batch in self._launched}
-        waits = steps.issuperset(insertion.step for insertion in self._memory.insertions)
-        _require(waits, "the cache waits for a step not in flight")
-
-    def _pause(self, pages: int) -> bool:
+    def pause(self, pages: int) -> bool:
         """Whether a slice is over, another `pages` having been looked at."""
         self._left -= pages
         if self._left > 0:
@@ -114,33 +109,30 @@ class _Recount:
         self._left = SLICE
         return True
 
-    def _own(self, pages: Iterable[int]) -> None:
+    def own(self, pages: Iterable[int]) -> None:
+        """Notes that somebody has these pages, and nobody else."""
         owned = self._owned
         for page in pages:
             if owned[page]:
                 raise InvariantError(f"page {page} has more than one owner")
             owned[page] = 1
 
-    def _count_free(self) -> Iterator[None]:
-        self._own([0])
-        allocator = self._memory.allocator
-        for free in allocator.free_slices(SLICE):
-            self._own(free)
+    def is_owned(self, page: int) -> bool:
+        return bool(self._owned[page])
+
+    def count_free(self) -> Iterator[None]:
+        self.own([0])
+        for free in self._allocator.free_slices(SLICE):
+            self.own(free)
             yield
-        for batch in self._launched:
-            for request in batch.requests:
-                named = any(map(self._owned.__getitem__, request.pages))
-                _require(not named, "a launched step names a free page")
-        self._own(allocator.deferred())
 
-    def _check_rows(self) -> None:
-        held = [request.row for request in self._holders if request.row >= 0]
-        rows = sorted([*self._memory.free_rows, *held])
-        expected = list(range(1, self._memory.num_rows + 1))
-        _require(rows == expected, f"table rows {rows} are free or held, expected {expected}")
+    def check_all_owned(self) -> None:
+        missing = self._owned.count(0)
+        _require(not missing, f"{missing} of {len(self._owned)} pages have no owner")
 
-    def _check_tree(self) -> Iterator[None]:
-        """Every node of the tree, and the dead ones that have a lock."""
+    def check_tree(self) -> Iterator[None]:
+        """Every node of the tree, and the dead ones that have a lock; then pins, and the order of
+        eviction."""
         tokens = {True: 0, False: 0}  # of nodes with locks and without
         for root in self._cache.tree.roots.values():
             known = self._cache.tree.roots.get(root.namespace) is root
@@ -148,14 +140,16 @@ class _Recount:
             _require(known and empty and bool(root.children), "a root is wrong")
         dead = [node for node in self._locks if node.dead]
         for node in chain(self._cache.tree.nodes(), dead):
-            self._own(node.pages)
+            self.own(node.pages)
             self._check_node(node)
-            tokens[node.locks > 0] += len(node.pages) * self._memory.page_size
-            if self._pause(len(node.pages) + NODE_COST):
+            tokens[node.locks > 0] += len(node.pages) * self._cache.page_size
+            if self.pause(len(node.pages) + NODE_COST):
                 yield
         counted = (self._cache.evictable_tokens, self._cache.protected_tokens)
         found = (tokens[False], tokens[True])
         _require(counted == found, f"evictable, protected tokens are {counted}, recounted {found}")
+        yield from self._check_pins()
+        yield from self._check_order()
 
     def _check_pins(self) -> Iterator[None]:
         """Pins end with nodes of the tree, and every node on the way to these is pinned."""
@@ -169,8 +163,8 @@ class _Recount:
                 assert node.parent is not None
                 pinned.append(node)
                 children[node.parent] += 1
-                tokens += len(node.pages) * self._memory.page_size
-            if self._pause(NODE_COST):
+                tokens += len(node.pages) * self._cache.page_size
+            if self.pause(NODE_COST):
                 yield
         _require(tokens == pins.tokens, f"{pins.tokens} tokens are pinned, recounted {tokens}")
         strangers = set(ends).difference(pinned)
@@ -178,7 +172,7 @@ class _Recount:
         for node in pinned:
             owners = ends[node] + children[node]
             _require(node.pins == owners, f"a node has {node.pins} pins and {owners} owners")
-            if self._pause(NODE_COST):
+            if self.pause(NODE_COST):
                 yield
 
     def _check_node(self, node: Node) -> None:
@@ -212,7 +206,7 @@ class _Recount:
             _require(last < rank == node.rank, f"rank {rank} follows rank {last}")
             last = rank
             counted += 1
-            if self._pause(NODE_COST):
+            if self.pause(NODE_COST):
                 yield
         leaves = sum(node.rank > 0 for node in self._cache.tree.nodes())
         _require(
@@ -220,24 +214,74 @@ class _Recount:
             f"{counted} leaves are in the order of eviction, {leaves} in the tree",
         )
 
+
+class _Recount:
+    def __init__(
+        self, memory: KVMemory, holders: Sequence[Request], launched: Sequence[ScheduleBatch]
+    ) -> None:
+        self._memory = memory
+        self._holders = holders
+        self._launched = launched
+        locked = [holder.scheduling.node for holder in holders]
+        if memory.tier is not None:
+            locked += memory.tier.locked_above()
+        self._pages = _CacheRecount(memory.cache, memory.allocator, locked)
+
+    def run(self) -> Iterator[None]:
+        yield from self._pages.count_free()
+        self._check_launched()
+        self._check_rows()
+        yield from self._pages.check_tree()
+        yield from self._check_holders()
+        self._pages.check_all_owned()
+        steps = {batch.step for batch in self._launched}
+        waits = steps.issuperset(insertion.step for insertion in self._memory.insertions)
+        _require(waits, "the cache waits for a step not in flight")
+        if self._memory.tier is not None:
+            yield from self._check_tier(self._memory.tier)
+
+    def _check_launched(self) -> None:
+        for batch in self._launched:
+            for request in batch.requests:
+                named = any(map(self._pages.is_owned, request.pages))
+                _require(not named, "a launched step names a free page")
+        self._pages.own(self._memory.allocator.deferred())
+        if self._memory.tier is not None:
+            self._pages.own(self._memory.tier.pages_to_fill())
+
+    def _check_tier(self, tier: KVTier) -> Iterator[None]:
+        frames = _CacheRecount(tier.cache, tier.frames, tier.locked())
+        yield from frames.count_free()
+        for copy in tier.write_behind.on_their_way():
+            frames.own(copy.frames)
+        yield from frames.check_tree()
+        frames.check_all_owned()
+
+    def _check_rows(self) -> None:
+        held = [request.row for request in self._holders if request.row >= 0]
+        rows = sorted([*self._memory.free_rows, *held])
+        expected = list(range(1, self._memory.num_rows + 1))
+        _require(rows == expected, f"table rows {rows} are free or held, expected {expected}")
+
     def _check_holders(self) -> Iterator[None]:
         memory = self._memory
         for request in self._holders:
             record = request.scheduling
             shared = record.tree_tokens // memory.page_size
-            self._own(request.pages[shared:])
+            self._pages.own(request.pages[shared:])
             _require(
                 record.tree_tokens == (record.node.end if record.node else 0)
-                and request.pages[:shared] == self._cache.pages(record.node, 0, record.tree_tokens),
+                and request.pages[:shared]
+                == memory.cache.pages(record.node, 0, record.tree_tokens),
                 f"request {request.request_id} reads pages that the cache does not hold",
             )
             self._check_place(request)
-            if self._pause(len(request.pages) + NODE_COST):
+            if self._pages.pause(len(request.pages) + NODE_COST):
                 yield
 
     def _check_place(self, request: Request) -> None:
         """What is remembered of a prompt leads where a look from the root does."""
-        record, tree = request.scheduling, self._cache.tree
+        record, tree = request.scheduling, self._memory.cache.tree
         remembered, fresh = record.place, Place()
         if remembered.node is None:
             return
@@ -248,11 +292,13 @@ class _Recount:
         _require(same, f"request {request.request_id} misremembers what is cached of it")
 
 
-def _count_locks(holders: Sequence[Request]) -> Counter[Node]:
-    """Locks that every node should have: one per prefix that ends there, one per locked child."""
+def _count_locks(ends: Iterable[Node | None]) -> Counter[Node]:
+    """Locks that every node should have: one per prefix that ends there, one per locked child.
+
+    Args: ends: of the prefixes that somebody holds.
+    """
     locks: Counter[Node] = Counter()
-    for request in holders:
-        node = request.scheduling.node
+    for node in ends:
         while node is not None and node.parent is not None:
             locks[node] += 1
             if locks[node] > 1:

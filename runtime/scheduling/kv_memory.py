@@ -5,7 +5,8 @@
 
 A request's leading pages belong to the radix cache and are kept there by the request's lock; the
 others are its own. Free + cached + private + reserved = capacity at all times, where reserved is
-page 0 and the pages given back while a launched step still names them.
+page 0, the pages given back while a launched step still names them, and those that are being
+loaded from the tier below.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
 from runtime.scheduling.cache_events import ROOT, CacheEvents
+from runtime.scheduling.kv_tier import KVTier
 from runtime.scheduling.page_allocator import PageAllocator, pages_for
 from runtime.scheduling.pins import NO_KEY
 from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache
@@ -64,6 +66,8 @@ class KVMemory:
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
         self.insertions: list[Insertion] = []  # of steps not committed, oldest first
         self.events: CacheEvents | None = None
+        tiered = self.cache_enabled and config.kv_tier_pages > 0
+        self.tier = KVTier(config, self) if tiered else None
         most = pages_for(config.context_length, config.page_size) + 1
         longest = min(self.allocator.num_pages, most)
         self._indices = array("i", range(longest))
@@ -101,7 +105,8 @@ class KVMemory:
 
     def watch(self) -> CacheEvents:
         """Starts to tell of the cache, in which nothing may be yet."""
-        self.events = self.cache.events = CacheEvents(self.page_size)
+        self.events = CacheEvents(self.page_size)
+        self.cache.watchers.append(self.events)
         return self.events
 
     # A request's life
@@ -150,6 +155,8 @@ class KVMemory:
         # What it finds the second time it may have computed itself, before it had to make way.
         record.matched_tokens = min(match.tokens, request.cached_tokens)
         record.synced_pages = 0
+        record.prefix_tokens = match.tokens
+        record.proven = record.load_tried = False
 
     def grow(self, request: Request, tokens: int) -> None:
         """Makes room for `tokens` more tokens and counts them as launched."""
@@ -174,8 +181,12 @@ class KVMemory:
         own = pages[: known // size]
         if own:
             self._drop_duplicates(request, own, self.cache.pages(end, first, first + known))
-        if self.events is not None and known < len(key) // TOKEN_BYTES:
-            self._tell_stored(request, first + known, end, pages[known // size :], key)
+        new = pages[known // size :]
+        if self.events is not None and new:
+            written = record.last_step
+            self._tell_stored(request.namespace, first + known, end, new, key, written)
+        if self.tier is not None and not record.proven:
+            self.tier.write_behind.wrote(new, request)
         self.cache.move_lock(record.node, end)
         if record.last_step > self.allocator.done_step:
             self.insertions.append(Insertion(request, record.last_step, first, own))
@@ -185,16 +196,44 @@ class KVMemory:
         record.tree_tokens = tokens
         record.place = Place(end, tokens, self.cache.tree.losses)
 
-    def _tell_stored(
-        self, request: Request, first: int, end: Node, pages: array[int], key: bytes
+    def take_loaded(
+        self, namespace: str, key: bytes, pages: array[int], below: Node | None
     ) -> None:
-        """Tells of pages that are new in the tree. Args: first: tokens before them."""
+        """Puts pages that were loaded from the tier into the cache.
+
+        Args:
+            key: bytes of their tokens.
+            below: the end of the prefix that they continue, locked; the lock is given back.
+        """
+        if below is not None and below.dead:
+            self.allocator.free(pages)
+        elif pages:
+            known, end = self.cache.insert(namespace, key, pages, below)
+            duplicates = known // self.page_size
+            self.allocator.free(pages[:duplicates])
+            if self.events is not None and duplicates < len(pages):
+                first = end.end - (len(pages) - duplicates) * self.page_size
+                self._tell_stored(namespace, first, end, pages[duplicates:], key, written=-1)
+        self.cache.unlock(below)
+
+    def _tell_stored(
+        self,
+        namespace: str,
+        first: int,
+        end: Node,
+        pages: array[int],
+        key: bytes,
+        written: int,
+    ) -> None:
+        """Tells of pages that are new in the tree.
+
+        Args: first: tokens before them. written: by this step.
+        """
         assert self.events is not None
         size = self.page_size
         before = self.cache.pages(end, first - size, first) if first else [ROOT]
         new = key[-len(pages) * size * TOKEN_BYTES :]
-        step, done = request.scheduling.last_step, self.allocator.done_step
-        self.events.stored(before[0], request.namespace, new, pages, step, done)
+        self.events.stored(before[0], namespace, new, pages, written, self.allocator.done_step)
 
     def _drop_duplicates(self, request: Request, own: array[int], kept: array[int]) -> None:
         """Puts the tree's pages in the place of a request's own behind those it has there."""
@@ -289,6 +328,8 @@ class KVMemory:
         record = request.scheduling
         if not self.is_lost(request):
             self.insert(request, min(keep_tokens, request.length))
+            if self.tier is not None and record.proven:
+                self.tier.write_behind.proven(request)
         self.cache.unlock(record.node)
         self.allocator.free(request.pages[record.tree_tokens // self.page_size :])
         self.free_rows.append(request.row)

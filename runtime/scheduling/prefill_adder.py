@@ -221,6 +221,23 @@ class PrefillAdder:
             self._memory.unlock(match.node)
         return verdict
 
+    def set_aside(self, request: Request, match: PrefixMatch, tokens: int) -> bool:
+        """Sets KV aside for `tokens` more tokens of a waiting request's prefix, which are to be
+        loaded, and locks what is cached of it. Returns whether so much is left beside what the
+        running rows reserve, and would be enough for the whole request."""
+        self._memory.lock(match.node)
+        decoding = 0 if self._load.mixed_rows else self._next_page_tokens()
+        if self.need(request, match) < self.left_total and tokens + decoding < self.left_step:
+            self.taken_total += tokens
+            self.taken_step += tokens
+            return True
+        self._memory.unlock(match.node)
+        return False
+
+    def _next_page_tokens(self) -> int:
+        """Tokens of the new pages that one more token for each running row needs."""
+        return sum([not request.length % self._page for request in self._load.running]) * self._page
+
     def _admit_cut(self, request: Request, match: PrefixMatch, extend: int) -> Verdict:
         """Admits a request with as much of it as the step still takes."""
         whole = self._ceil(extend) <= self.left_chunk

@@ -17,7 +17,7 @@ The tree is radix_tree.py's. What this adds, and what shaped it:
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from runtime.errors import InvariantError
 from runtime.scheduling.pins import Pins
@@ -32,7 +32,8 @@ from runtime.scheduling.radix_tree import (
 )
 
 if TYPE_CHECKING:
-    from runtime.scheduling.cache_events import CacheEvents
+    from collections.abc import Iterable
+
     from runtime.scheduling.page_allocator import PageAllocator
     from runtime.scheduling.radix_tree import Node
 
@@ -51,6 +52,16 @@ class PrefixMatch(NamedTuple):
 
 
 NO_MATCH = PrefixMatch(0, None)
+
+
+class Watcher(Protocol):
+    """Is told what leaves the cache, before its pages can be used for anything else."""
+
+    def removed(self, pages: Iterable[int]) -> None:
+        """Pages left the tree. Some may have been told of before."""
+
+    def cleared(self) -> None:
+        """The tree was emptied."""
 
 
 class RadixCache:
@@ -79,7 +90,7 @@ class RadixCache:
         self.tree = RadixTree(allocator.page_size, node_tokens)
         self.order = EvictionOrder()
         self.pins = Pins(most_pinned, self._rerank)
-        self.events: CacheEvents | None = None  # is told what leaves the tree
+        self.watchers: list[Watcher] = []
         self._allocator = allocator
         self._tick = 0
 
@@ -309,8 +320,8 @@ class RadixCache:
             self._rerank(parent)
 
     def _tell_removed(self, pages: array[int]) -> None:
-        if self.events is not None:
-            self.events.removed(pages)
+        for watcher in self.watchers:
+            watcher.removed(pages)
 
     def _join(self, upper: Node, evicted: Node) -> None:
         """Makes a node and the only child that it has left one, unless somebody holds it or they
@@ -349,8 +360,8 @@ class RadixCache:
         self.order.clear()
         self.pins.clear()
         self.evictable_tokens = 0
-        if self.events is not None:
-            self.events.cleared()
+        for watcher in self.watchers:
+            watcher.cleared()
 
     # Out again
 

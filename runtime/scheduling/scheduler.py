@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from runtime.config import FIXED_OPTIONS
-from runtime.errors import ConfigError, InvalidRequest
+from runtime.errors import ConfigError, InvalidRequest, InvariantError
 from runtime.request import Finish, FinishReason, RequestOutput
 from runtime.scheduling.accounting import Counters, Reason
 from runtime.scheduling.admission import Admission
@@ -45,8 +45,10 @@ if TYPE_CHECKING:
     from runtime.runner import StepOutput
     from runtime.scheduling.cache_events import CacheEvents
     from runtime.scheduling.glance import Glance
+    from runtime.scheduling.kv_tier import KVTier, PageLoad, TierPrefix
     from runtime.scheduling.schedule_batch import Admitted, ScheduleBatch
     from runtime.scheduling.statistics import RequestDebug, SchedulerStatistics
+    from runtime.scheduling.write_behind import PageCopy
 
 MAX_IN_FLIGHT = 2
 # A prompt is looked up in the cache when it arrives, for a millisecond at most, so that a pass has
@@ -65,12 +67,16 @@ class Plan:
         ended: last outputs of requests that ended in this pass (aborted, timed out, impossible to
             go on with).
         grammars_ready: ids of requests that entered the queue since their grammar is compiled.
+        copies, loads: to and from the tier below the pool, to be begun at once, whether or not
+            there is a batch; `stored` and `loaded` are to be told of their ends.
     """
 
     batch: ScheduleBatch | None = None
     reason: str = ""
     ended: list[RequestOutput] = field(default_factory=list)
     grammars_ready: list[str] = field(default_factory=list)
+    copies: Sequence[PageCopy] = ()
+    loads: Sequence[PageLoad] = ()
 
 
 class Scheduler:
@@ -186,6 +192,9 @@ class Scheduler:
             self._decide(plan, now)
         if plan.batch is None and not plan.reason:
             self._nothing_to_launch(plan)
+        if self._memory.tier is not None:
+            plan.loads = self._memory.tier.take_loads()
+            plan.copies = self._memory.tier.write_behind.name_copies()
         return plan
 
     def _retry(self, plan: Plan) -> bool:
@@ -243,7 +252,9 @@ class Scheduler:
         if life.inflight:
             plan.reason = "wait_commit"
         elif life.queue or life.chunked is not None:
-            plan.reason = self._admission.reason.value
+            reason = self._admission.reason
+            # Nobody was refused, so all who wait do so for their loads.
+            plan.reason = (Reason.KV_LOAD if reason is Reason.NONE else reason).value
         elif life.compiling:
             plan.reason = Reason.GRAMMAR.value
         else:
@@ -305,6 +316,8 @@ class Scheduler:
         self.counters.output_tokens += len(outputs)
         if output.failed:
             self._drop_failed(batch, output)
+        if self._memory.tier is not None:
+            self._prove(batch, output)
         if batch.num_prefill:
             self._pin_prompts(batch, output, now)
         for news in ended:
@@ -314,6 +327,17 @@ class Scheduler:
         if output.failed:
             self._life.restart_lost(now)
         return outputs
+
+    def _prove(self, batch: ScheduleBatch, output: StepOutput) -> None:
+        """Prompts that have given a token hold numbers, so they may be kept in the tier."""
+        assert self._memory.tier is not None
+        for index, row in enumerate(batch.sampled):
+            if row >= batch.num_prefill:
+                break
+            request = batch.requests[row]
+            if index not in output.failed and not self._memory.is_lost(request):
+                request.scheduling.proven = True
+                self._memory.tier.write_behind.proven(request)
 
     def _drop_failed(self, batch: ScheduleBatch, output: StepOutput) -> None:
         """What a prompt that gave no token has put into the cache may hold no numbers either."""
@@ -359,6 +383,41 @@ class Scheduler:
             return []  # it ends otherwise
         return [self._end(request, Finish(FinishReason.ERROR, message=message))]
 
+    # The tier below the pool
+
+    def adopt(self, prefixes: Sequence[TierPrefix]) -> None:
+        """Takes over what the tier holds from before, the oldest first. To be called once, before
+        the first request.
+
+        Raises: InvariantError: there is no tier, or it is too small for that.
+        """
+        self._tier().adopt(prefixes)
+        self._recount.books_change()
+
+    def stored(self, copy_id: int, pages: int) -> int:
+        """A copy that a plan named is done; its first `pages` pages were read.
+
+        Returns: how many of them are to be kept, since they were cached all the while.
+        """
+        behind = self._tier().write_behind
+        self.counters.failed_copies += pages < behind.asked(copy_id)
+        kept = behind.stored(copy_id, pages)
+        self.counters.stored_pages += kept
+        self._recount.books_change()
+        return kept
+
+    def loaded(self, load_id: int, pages: int) -> None:
+        """A load that a plan named is done; its first `pages` pages hold what they should."""
+        tier = self._tier()
+        self.counters.failed_loads += pages < tier.asked(load_id)
+        self.counters.loaded_tokens += tier.loaded(load_id, pages)
+        self._recount.books_change()
+
+    def _tier(self) -> KVTier:
+        if self._memory.tier is None:
+            raise InvariantError("there is no tier below the pool")
+        return self._memory.tier
+
     # Endings
 
     def _apply_endings(self, plan: Plan) -> None:
@@ -396,10 +455,14 @@ class Scheduler:
             self._ratio = NewTokenRatio(self.config.schedule_conservativeness)
 
     def flush(self) -> bool:
-        """Empties the cache. Returns False while any request is alive or a step in flight."""
-        if self.has_unfinished:
+        """Empties the cache, and the tier below it. Returns False while any request is alive, or a
+        step or a load in flight."""
+        tier = self._memory.tier
+        if self.has_unfinished or (tier is not None and tier.loading):
             return False
         self._memory.cache.flush()
+        if tier is not None:
+            tier.clear()
         self._recount.books_change()
         return True
 

@@ -24,6 +24,7 @@ class SchedulerStatistics:
         running: requests that decode; prefilling: 1 while a prompt is being cut into chunks.
         waiting: in the queue; waiting_grammar: outside it until their grammar is compiled.
         full: the last pass had to refuse somebody; reason: why.
+        tier_tokens: what the tier below the pool holds.
         new_token_ratio: share of remaining output reserved.
         chunk_tokens: prefill tokens the last pass allowed a step; 0: not cut.
         slo_feasible: whether even the smallest chunk holds --tpot-slo-ms; None: no target, or
@@ -50,6 +51,7 @@ class SchedulerStatistics:
     pinned_tokens: int
     pinned_evicted_tokens: int
     free_rows: int
+    tier_tokens: int
     full: bool
     reason: str
     new_token_ratio: float
@@ -112,7 +114,9 @@ def take_statistics(
     allocator, cache = life.memory.allocator, life.memory.cache
     size = life.memory.page_size
     cached = cache.evictable_tokens + cache.protected_tokens
-    reserved = (1 + allocator.deferred_pages) * size
+    tier = life.memory.tier
+    loading = 0 if tier is None else tier.loading_pages
+    reserved = (1 + allocator.deferred_pages + loading) * size
     capacity = allocator.num_pages * size
     return SchedulerStatistics(
         running=len(life.running),
@@ -130,6 +134,7 @@ def take_statistics(
         pinned_tokens=cache.pins.tokens,
         pinned_evicted_tokens=cache.pins.evicted_tokens,
         free_rows=len(life.memory.free_rows),
+        tier_tokens=0 if tier is None else tier.tokens,
         full=admission.full,
         reason=admission.reason.value,
         new_token_ratio=ratio,

@@ -8,8 +8,10 @@ from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.trace import (
     Event,
     batch_record,
+    copies_record,
     finish_record,
     outputs_record,
+    prefixes_record,
     request_record,
 )
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
     from runtime.request import Finish, Grammar, Request, RequestOutput
     from runtime.runner import StepOutput
+    from runtime.scheduling.kv_tier import TierPrefix
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.scheduler import Plan
 
@@ -104,6 +107,7 @@ class RecordingScheduler(Scheduler):
             reason=plan.reason,
             ended=outputs_record(plan.ended),
             grammars_ready=plan.grammars_ready,
+            **copies_record(plan),
         )
         return plan
 
@@ -125,6 +129,22 @@ class RecordingScheduler(Scheduler):
         outputs = self._call(event, super().fail, batch, message, now)
         self._write(event, outputs=outputs_record(outputs))
         return outputs
+
+    def adopt(self, prefixes: Sequence[TierPrefix]) -> None:
+        event: Event = {"event": "adopt", "prefixes": prefixes_record(prefixes)}
+        self._call(event, super().adopt, prefixes)
+        self._write(event)
+
+    def stored(self, copy_id: int, pages: int) -> int:
+        event: Event = {"event": "stored", "copy": copy_id, "pages": pages}
+        result = self._call(event, super().stored, copy_id, pages)
+        self._write(event, result=result)
+        return result
+
+    def loaded(self, load_id: int, pages: int) -> None:
+        event: Event = {"event": "loaded", "load": load_id, "pages": pages}
+        self._call(event, super().loaded, load_id, pages)
+        self._write(event)
 
     def change_options(self, **changes: Any) -> None:
         event: Event = {"event": "change_options", "changes": changes}

@@ -16,6 +16,7 @@ from runtime.simulation.trace import (
     finish_from,
     ids_from,
     pins_from,
+    prefixes_from,
     sampling_from,
     to_line,
 )
@@ -148,6 +149,12 @@ class _Replay:
             batch = self._launched[event["step"]]
             self._launched.clear()  # the later ones are taken back with it
             scheduler.fail(batch, event["message"], event["now"])
+        elif kind == "adopt":
+            scheduler.adopt(prefixes_from(event["prefixes"]))
+        elif kind == "stored":
+            scheduler.stored(event["copy"], event["pages"])
+        elif kind == "loaded":
+            scheduler.loaded(event["load"], event["pages"])
         elif kind == "change_options":
             scheduler.change_options(**event["changes"])
         elif kind == "flush":

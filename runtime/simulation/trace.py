@@ -11,6 +11,9 @@ arguments (the inputs) and what it returned (the decision):
     {"event":"plan","now":…,"batch":{…} | null,"reason":…,"ended":[…],…}
     {"event":"commit","now":…,"step":…,"tokens":[…],"failed":{…},"device_s":…,"outputs":[…]}
     {"event":"fail","now":…,"step":…,"message":…,"outputs":[…]}    later steps in flight go with it
+    {"event":"adopt","prefixes":[[namespace, tokens, frames],…]}    in the tier from before
+    {"event":"stored","copy":…,"pages":…,"result":…}          a copy to the tier is done
+    {"event":"loaded","load":…,"pages":…}                     a load from it is done
 
 Times are the engine's clock readings, written so that reading gives the same float. What the
 scheduler never looks at (temperatures, log-probabilities, texts) is not recorded.
@@ -36,12 +39,14 @@ from runtime.request import (
     RequestOutput,
     SamplingParams,
 )
+from runtime.scheduling.kv_tier import TierPrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from runtime.scheduling.schedule_batch import ScheduleBatch
+    from runtime.scheduling.scheduler import Plan
 
 log = logging.getLogger("loomserve.record")
 
@@ -274,6 +279,29 @@ def batch_record(batch: ScheduleBatch) -> dict[str, Any]:
     if batch.restore:
         record["restore"] = [request.request_id for request in batch.restore]
     return record
+
+
+def copies_record(plan: Plan) -> dict[str, Any]:
+    """What a pass names of copies and loads, where it names any."""
+    record: dict[str, Any] = {}
+    if plan.copies:
+        record["copies"] = [
+            [copy.copy_id, list(copy.pages), list(copy.frames), copy.before] for copy in plan.copies
+        ]
+    if plan.loads:
+        record["loads"] = [
+            [load.load_id, list(load.frames), list(load.pages)] for load in plan.loads
+        ]
+    return record
+
+
+def prefixes_record(prefixes: Sequence[TierPrefix]) -> list[list[Any]]:
+    """[namespace, tokens, frames] of each."""
+    return [[item.namespace, list(item.token_ids), list(item.frames)] for item in prefixes]
+
+
+def prefixes_from(records: list[list[Any]]) -> list[TierPrefix]:
+    return [TierPrefix(name, ids_from(ids), ids_from(frames)) for name, ids, frames in records]
 
 
 def outputs_record(outputs: list[RequestOutput]) -> list[list[Any]]:

@@ -133,6 +133,8 @@ def _check(replicas: int, devices: tuple[str, ...], server: ServerConfig) -> Non
     for name in ("uds", "ssl_certfile", "record", "trace", "kv_events"):
         if getattr(server, name) is not None:
             raise ConfigError(f"{name}: the replicas of a fleet cannot share it")
+    if server.runner.kv_offload_path is not None:
+        raise ConfigError("kv_offload_path: the replicas of a fleet cannot share it")
 
 
 def check_ports(config: FleetConfig) -> None:

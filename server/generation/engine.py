@@ -32,6 +32,7 @@ from server.generation.token_masks import needs_mask, token_masks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from runtime.offload.page_store import PageStore
     from runtime.request import Request, RequestOutput
     from runtime.runner import LaunchedStep, Runner
     from runtime.scheduling.scheduler import Scheduler
@@ -67,6 +68,7 @@ class Engine:
     Args:
         overlap: plan and launch the next step before the last one is read.
         kv_events: told whenever the prefix cache may have changed; None: nobody listens.
+        tier: performs the copies and loads that the scheduler names; None: it names none.
         clock: seconds; the scheduler sees no other time.
 
     Attributes:
@@ -83,6 +85,7 @@ class Engine:
         *,
         overlap: bool = True,
         kv_events: KVEventPublisher | None = None,
+        tier: PageStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
@@ -94,6 +97,7 @@ class Engine:
         self.timed = False
         self._overlap = overlap
         self._kv_events = kv_events
+        self._tier = tier
         self._live: dict[str, ChoiceOutput] = {}
         self._masked_live = 0  # live choices that need token masks
         self._wake = asyncio.Event()  # of the idle loop
@@ -107,6 +111,12 @@ class Engine:
 
     def start(self) -> None:
         """Starts the loop as a task of the running event loop."""
+        if self._tier is not None:
+            loop = asyncio.get_running_loop()
+            self._tier.tell(
+                lambda *done: _call_soon(loop, lambda: self._stored(*done)),
+                lambda *done: _call_soon(loop, lambda: self._loaded(*done)),
+            )
         self._task = asyncio.create_task(self._guarded_run(), name="engine")
 
     async def stop(self) -> None:
@@ -122,6 +132,8 @@ class Engine:
         if self._kv_events is not None:
             self._kv_events.close()
             self._kv_events = None
+        if self._tier is not None:
+            await asyncio.to_thread(self._tier.close)
 
     def submit(
         self, requests: list[Request], rules: ChoiceRules, received_s: float | None = None
@@ -159,6 +171,8 @@ class Engine:
     def flush_cache(self) -> bool:
         """Empties the prefix cache. Returns False, and changes nothing, where anything runs."""
         flushed = self.scheduler.flush()
+        if flushed and self._tier is not None:
+            self._tier.clear()
         if self._kv_events is not None:
             self._kv_events.publish()
         return flushed
@@ -212,6 +226,8 @@ class Engine:
         planned = self.clock()
         plan = self.scheduler.plan(planned)
         self._deliver(plan.ended, planned)
+        if self._tier is not None:
+            self._tier.begin(plan.copies, plan.loads)
         batch = plan.batch
         if batch is None:
             return None, plan.reason
@@ -227,6 +243,17 @@ class Engine:
             if choice is not None:
                 choice.timeline.launched(batch, row, launched)
         return LoopStep(batch, step, last_reason, planned, launched, self.clock()), ""
+
+    # The tier below the pool
+
+    def _stored(self, copy_id: int, pages: int) -> None:
+        assert self._tier is not None
+        self._tier.keep(copy_id, self.scheduler.stored(copy_id, pages))
+        self._wake.set()  # there may be more to copy
+
+    def _loaded(self, load_id: int, pages: int) -> None:
+        self.scheduler.loaded(load_id, pages)
+        self._wake.set()
 
     async def _sample(self, flight: LoopStep) -> None:
         """Lets a step sample whose masks had to wait for the tokens of the step before."""

@@ -13,6 +13,7 @@ const REASONS = {
   shared_prefix: "a twin that is filling the cache for it",
   grammar: "its grammar to be compiled",
   retracted: "others to give back KV: a pass that retracts admits nobody",
+  kv_load: "its prefix to be loaded from host memory or the file",
 };
 
 export function reason(term) {

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from runtime.request import FinishReason, Request
+from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.radix_tree import Node
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Scheduler
@@ -88,6 +89,7 @@ class NaiveModel:
     arrivals: int = 0
     kept: list[Kept] = field(default_factory=list)  # the one that was asked for last is the last
     before: dict[Head, int] = field(default_factory=dict)  # cached before this pass, with pages
+    load_prefixes: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     # Calls
 
@@ -113,6 +115,7 @@ class NaiveModel:
             gap = max([r.priority for r in started], default=lowest) - lowest
             assert gap > threshold, "preempted for somebody who does not start"
         self._look_at_ends()
+        self._look_at_loads()
         self._check_evictions()
         if batch is None:
             return
@@ -126,6 +129,20 @@ class NaiveModel:
         self._follow(batch)
         pages = {page for request in batch.requests for page in request.pages}
         self.launched.append(Launched(batch, pages, self._pages_written(batch), before))
+
+    def _look_at_loads(self) -> None:
+        """Notes behind which tokens each load of this pass goes on."""
+        loads = self.device.tier.loads
+        places = {
+            frame: (namespace, tokens[: len(tokens) - (len(frames) - at) * self.page_size])
+            for (namespace, tokens), (_, frames) in self._tier_tree().items()
+            for at, frame in enumerate(frames)
+        }
+        for load_id, load in loads.items():
+            if load_id not in self.load_prefixes:
+                self.load_prefixes[load_id] = places[load.frames[0]]
+        for load_id in set(self.load_prefixes) - set(loads):
+            del self.load_prefixes[load_id]
 
     def _pages_written(self, batch: ScheduleBatch) -> set[int]:
         written: set[int] = set()
@@ -344,6 +361,10 @@ class NaiveModel:
         if actual == self.kept and pinned <= heads.keys():
             return
         read = {page for request in self._holders() for page in request.pages}
+        for name, tokens in self.load_prefixes.values():
+            # What is to be loaded will hang there.
+            ends = range(self.page_size, len(tokens) + 1, self.page_size)
+            read.update(heads.get((name, tokens[:end]), 0) for end in ends)
         others = heads.keys() & self.before.keys() - pinned
         assert all(heads[head] in read for head in others), "a pin went before what is not pinned"
         for pin in actual:
@@ -394,6 +415,7 @@ class NaiveModel:
         tree = self._tree()
         self._check_pages(free, deferred, tree)
         self._check_written(tree)
+        self._check_tier()
         self._check_locks(tree)
         self._check_rows(free_rows)
         self._check_pins()
@@ -402,8 +424,16 @@ class NaiveModel:
 
     def _tree(self) -> dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]]:
         """Every node by its whole prefix, walked from the roots, with its pages."""
+        return self._walk(self.scheduler._memory.cache)
+
+    def _tier_tree(self) -> dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]]:
+        """The same of the tier below the pool, with its frames."""
+        tier = self.scheduler._memory.tier
+        return {} if tier is None else self._walk(tier.cache)
+
+    def _walk(self, cache: RadixCache) -> dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]]:
         found: dict[tuple[str, tuple[int, ...]], tuple[Any, list[int]]] = {}
-        for namespace, root in self.scheduler._memory.cache.tree.roots.items():
+        for namespace, root in cache.tree.roots.items():
             stack: list[tuple[Node, tuple[int, ...]]] = [(root, ())]
             while stack:
                 node, above = stack.pop()
@@ -418,7 +448,8 @@ class NaiveModel:
         return found
 
     def _check_pages(self, free: list[int], deferred: list[int], tree: dict[Any, Any]) -> None:
-        owned: Counter[int] = Counter([0, *free, *deferred])
+        filling = [page for load in self.device.tier.loads.values() for page in load.pages]
+        owned: Counter[int] = Counter([0, *free, *deferred, *filling])
         cached = [page for _, pages in tree.values() for page in pages]
         owned.update(cached)
         private = 0
@@ -439,7 +470,7 @@ class NaiveModel:
             assert stats.cached_tokens == len(cached) * self.page_size
             assert stats.private_tokens == private * self.page_size
         assert stats.free_tokens == len(free) * self.page_size
-        assert stats.reserved_tokens == (1 + len(deferred)) * self.page_size
+        assert stats.reserved_tokens == (1 + len(deferred) + len(filling)) * self.page_size
         total = stats.free_tokens + stats.cached_tokens + stats.private_tokens
         assert total + stats.reserved_tokens == pool * self.page_size == stats.capacity_tokens
 
@@ -462,6 +493,24 @@ class NaiveModel:
                     f"{first} tokens and the next {size} can be matched, whose KV is not there"
                 )
 
+    def _check_tier(self) -> None:
+        """Whatever of the tier could be loaded holds the KV of just its tokens; and what is being
+        read from it stays there."""
+        size, tier = self.page_size, self.device.tier
+        tree = self._tier_tree()
+        for (namespace, tokens), (_, frames) in tree.items():
+            chain = self.device.chain(namespace, tokens)
+            for at, frame in enumerate(reversed(frames), 1):
+                first = len(tokens) - at * size
+                assert tier.frames.get(frame) == list(chain[first : first + size]), (
+                    f"the tier has {first} tokens and the next {size}, whose KV is not there"
+                )
+        kept = Counter(frame for _, frames in tree.values() for frame in frames)
+        kept.update(frame for copy in tier.copies.values() for frame in copy.frames)
+        assert all(count == 1 for count in kept.values()), "a frame has two owners"
+        assert len(kept) <= self.scheduler.config.kv_tier_pages
+        assert 0 not in kept
+
     def _check_locks(self, tree: dict[Any, tuple[Any, list[int]]]) -> None:
         """What requests read as part of their prefix is locked, and nothing else."""
         evictable = 0
@@ -476,6 +525,11 @@ class NaiveModel:
                     known = min(len(history), len(tokens))
                     assert history[:known] == list(tokens[:known])
                     readers += 1
+            readers += sum(
+                namespace == name and tokens == prefix[: len(tokens)]
+                for load_id, (name, prefix) in self.load_prefixes.items()
+                if load_id in self.device.tier.loads
+            )
             assert (node.locks > 0) == (readers > 0), "locks and readers differ"
             if not readers:
                 evictable += len(pages) * self.page_size

@@ -16,8 +16,10 @@ from typing import Any
 from runtime.config import SchedulerConfig
 from runtime.request import PromptPin, Request, RequestOutput, SamplingParams
 from runtime.runner import StepOutput
+from runtime.scheduling.kv_tier import PageLoad
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Plan, Scheduler
+from runtime.scheduling.write_behind import PageCopy
 
 EOS = 2
 
@@ -92,6 +94,9 @@ class FakeDevice:
         self._chains: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         self._traces: dict[int, _Trace] = {}  # by step, of steps that may still be lost
         self._writer: dict[int, tuple[str, int]] = {}  # of a slot: request, and its how manieth run
+        # Slots that a row has read which then gave a token: they cannot have held rubbish.
+        self._sound: set[int] = set()
+        self.tier = FakeTier()
 
     def run(self, batch: ScheduleBatch) -> StepOutput:
         for made in batch.restore:
@@ -132,6 +137,7 @@ class FakeDevice:
         self.slots.update(zip(slots, chain[start:], strict=True))
         run = request.request_id, request.scheduling.admissions
         self._writer.update(dict.fromkeys(slots, run))
+        self._sound.difference_update(slots)
         trace.written.append(slots)
         return chain
 
@@ -187,6 +193,7 @@ class FakeDevice:
             made = batch.requests[b]
             run = made.request_id, made.scheduling.admissions
             bad = [slot for slot, writer in self._writer.items() if writer == run]
+            self.tier.spoil(run)
         self.slots.update(dict.fromkeys(bad, 0))
         spoilt = set()
         for other in later:
@@ -196,6 +203,22 @@ class FakeDevice:
                     spoilt.add(made.request_id)
                     self.slots.update(dict.fromkeys(trace.written[row], 0))
         return spoilt
+
+    # The tier below the pool
+
+    def read_page(self, page: int) -> tuple[list[int], set[tuple[str, int]]]:
+        """What a page holds, and whose runs wrote it, as far as that may turn out to be rubbish."""
+        slots = range(page * self.page_size, (page + 1) * self.page_size)
+        doubtful = [slot for slot in slots if slot not in self._sound]
+        writers = {self._writer[slot] for slot in doubtful if slot in self._writer}
+        return [self.slots.get(slot, 0) for slot in slots], writers
+
+    def write_page(self, page: int, content: Sequence[int]) -> None:
+        for at, value in enumerate(content):
+            slot = page * self.page_size + at
+            self.slots[slot] = value
+            self._writer.pop(slot, None)
+            self._sound.discard(slot)
 
     def has_run(self, batch: ScheduleBatch) -> bool:
         """Whether a step in flight was launched."""
@@ -208,9 +231,31 @@ class FakeDevice:
             found = self._chains[namespace, tokens] = chain_of(namespace, tokens)
         return found
 
-    def done(self, batch: ScheduleBatch) -> None:
-        """The step is committed: nothing can take it back."""
-        del self._traces[batch.step]
+    def done(self, batch: ScheduleBatch, wrong: Sequence[int] = ()) -> None:
+        """The step is committed: nothing can take it back. Args: wrong: rows without a token."""
+        trace = self._traces.pop(batch.step)
+        for b in set(batch.sampled).difference(wrong):
+            self._sound.update(trace.read[b])
+
+
+@dataclass
+class FakeTier:
+    """The tier below the pool: what frames hold, and what is on its way.
+
+    Args:
+        frames: by number, the hashes of a page. writers: of a frame, whose runs computed it.
+    """
+
+    frames: dict[int, list[int]] = field(default_factory=dict)
+    writers: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
+    copies: dict[int, PageCopy] = field(default_factory=dict)
+    loads: dict[int, PageLoad] = field(default_factory=dict)
+
+    def spoil(self, run: tuple[str, int]) -> None:
+        """What this run of a request has written was rubbish from the first."""
+        for frame, writers in self.writers.items():
+            if run in writers:
+                self.frames[frame] = [0]
 
 
 @dataclass
@@ -286,8 +331,49 @@ class Driver:
             if launches and not behind_a_failed:
                 output = self.device.run(batch)
             self.in_flight.append((batch, output))
+        self._begin(plan)
         self.verify()
         return plan
+
+    def _begin(self, plan: Plan) -> None:
+        """Copies and loads are on their way; until they are done their pages may hold anything."""
+        tier = self.device.tier
+        for copy in plan.copies:
+            tier.copies[copy.copy_id] = copy
+        for load in plan.loads:
+            tier.loads[load.load_id] = load
+            for page in load.pages:
+                self.device.write_page(page, [0] * self.config.page_size)
+
+    def finish_copy(self, copy_id: int, pages: int | None = None) -> None:
+        """A copy is done. It has read its pages as late as it could.
+
+        Args: pages: how many could be read; None: all.
+        """
+        tier = self.device.tier
+        copy = tier.copies.pop(copy_id)
+        count = len(copy.pages) if pages is None else min(pages, len(copy.pages))
+        for page, frame in zip(copy.pages[:count], copy.frames, strict=False):
+            tier.frames[frame], tier.writers[frame] = self.device.read_page(page)
+        self.scheduler.stored(copy_id, count)
+        self.verify()
+
+    def finish_load(self, load_id: int, pages: int | None = None) -> None:
+        """A load is done; what could not be read is rubbish. Args: as `finish_copy`."""
+        tier = self.device.tier
+        load = tier.loads.pop(load_id)
+        count = len(load.pages) if pages is None else min(pages, len(load.pages))
+        for page, frame in zip(load.pages[:count], load.frames, strict=False):
+            self.device.write_page(page, tier.frames[frame])
+        self.scheduler.loaded(load_id, count)
+        self.verify()
+
+    def finish_tier(self) -> None:
+        """Whatever is on its way to the tier or from it arrives."""
+        for copy_id in list(self.device.tier.copies):
+            self.finish_copy(copy_id)
+        for load_id in list(self.device.tier.loads):
+            self.finish_load(load_id)
 
     def commit(self, failed: Sequence[int] = ()) -> list[RequestOutput]:
         """Commits the oldest step in flight.
@@ -305,7 +391,9 @@ class Driver:
             for other in later:
                 self.void.setdefault(other.step, set()).update(spoilt)
         outputs = self.scheduler.commit(batch, output, self.now)
-        self.device.done(batch)
+        wrong = [batch.sampled[index] for index in failed]
+        wrong += [b for b, made in enumerate(batch.requests) if made.request_id in void]
+        self.device.done(batch, wrong)
         for news in outputs:
             assert not news.token_ids or news.request.request_id not in void, "a token of rubbish"
         self.collect(outputs)
@@ -340,6 +428,7 @@ class Driver:
         keep = 1 if self.overlap and plan.batch is not None else 0
         while len(self.in_flight) > keep:
             self.settle()
+        self.finish_tier()
         self.now += self.step_s
         return plan
 

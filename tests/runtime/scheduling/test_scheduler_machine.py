@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from hypothesis.stateful import (
 
 from runtime.config import SchedulerConfig
 from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
-from runtime.request import Finish, FinishReason, PromptPin
+from runtime.request import Finish, FinishReason, PromptPin, Request
 from runtime.scheduling.policies import EVICTION_POLICIES, POLICIES
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.runtime.scheduling.naive_model import NaiveModel, expected_tokens
@@ -106,6 +108,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_queued_requests=draw(st.sampled_from([0, 0, 4, 12])),
         priority_preemption_threshold=draw(st.sampled_from([0, 5])),
         disable_priority_preemption=draw(st.booleans()),
+        kv_tier_pages=draw(st.sampled_from([0, 3, pages, 4 * pages])),
+        kv_load_tokens=draw(st.sampled_from([0, 0, 0, 3])) * page,
         waiting_timeout_s=draw(st.sampled_from([0.0, 0.0, 0.0, 0.5])),
         running_timeout_s=draw(st.sampled_from([0.0, 0.0, 0.0, 0.5])),
     )
@@ -213,20 +217,66 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.settle_if_any()
         self.check()
 
-    @rule(turns=st.integers(1, 12))
-    def turn(self, turns: int) -> None:
-        """The loop as the engine runs it."""
+    @rule(
+        share=st.sampled_from([0.2, 0.4, 0.6]),
+        crowd=st.sampled_from([0.3, 0.6, 0.9]),
+        pages=st.sampled_from([None, None, 0, 1]),
+    )
+    def come_back(self, share: float, crowd: float, pages: int | None) -> None:
+        """A conversation goes on, after others have taken most of the pool. Args: pages: of a load
+        that can be read; None: all."""
+        before = self.add_prompt(share, 110_000)
+        self.turn(12)
+        self.add_prompt(crowd, 100_000 + self.count * 3000)
+        self.turn(12)
+        self.add_prompt(share, 110_000, [*before.output_ids, 7])
+        self.turn(2, copies=False)
+        for load_id in list(self.driver.device.tier.loads):
+            self.driver.finish_load(load_id, pages)
+        self.check()
+
+    def add_prompt(self, share: float, first: int, more: Sequence[int] = ()) -> Request:
+        """A request whose prompt takes this share of the pool, and goes on with `more`."""
+        tokens = range(first, first + int(share * self.scheduler.config.usable_tokens))
+        made = request(f"r{self.count}", [*tokens, *more], 5, arrival_s=self.driver.now)
+        self.count += 1
+        with suppress(ContextTooLong, QueueFull):
+            self.driver.add(made)
+            self.model.added(made)
+        return made
+
+    @rule(turns=st.integers(1, 12), copies=st.booleans())
+    def turn(self, turns: int, copies: bool = True) -> None:
+        """The loop as the engine runs it. Args: copies: those to and from the tier are done in
+        time."""
         for _ in range(turns):
             planned = self.plan()
             keep = 1 if self.driver.overlap and planned else 0
             while len(self.driver.in_flight) > keep:
                 self.settle()
+            if copies:
+                self.driver.finish_tier()
             self.driver.now += 0.01
 
     @rule()
     def plan_early(self) -> None:
         """A pass at a moment of its own, two steps in flight at most."""
         self.plan()
+
+    @precondition(lambda self: self.driver.device.tier.copies)
+    @rule(pick=st.integers(0, 7), pages=st.sampled_from([None, None, 0, 1]))
+    def finish_a_copy(self, pick: int, pages: int | None) -> None:
+        """In whatever order, and not always whole."""
+        copies = sorted(self.driver.device.tier.copies)
+        self.driver.finish_copy(copies[pick % len(copies)], pages)
+        self.check()
+
+    @precondition(lambda self: self.driver.device.tier.loads)
+    @rule(pick=st.integers(0, 7), pages=st.sampled_from([None, None, 0, 1, 2]))
+    def finish_a_load(self, pick: int, pages: int | None) -> None:
+        loads = sorted(self.driver.device.tier.loads)
+        self.driver.finish_load(loads[pick % len(loads)], pages)
+        self.check()
 
     @rule()
     def plan_and_fail_to_launch(self) -> None:
@@ -328,7 +378,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        idle = not self.scheduler.has_unfinished
+        idle = not self.scheduler.has_unfinished and not self.driver.device.tier.loads
         assert self.scheduler.flush() == idle
         if idle:
             assert self.scheduler.statistics().cached_tokens == 0
@@ -374,6 +424,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_unfinished:
                 break
             self.turn(1)
+        self.driver.finish_tier()
         assert not self.scheduler.has_unfinished, self.scheduler.statistics()
         self.driver.assert_all_free()
         for name, life in self.model.lives.items():
@@ -455,6 +506,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(tokens) <= count
 
 
+class TieredMachine(SchedulerMachine):
+    """The same over a pool with a tier below it, from which much comes back."""
+
+    steps = 0
+    loaded_tokens = 0
+    failed_loads = 0
+
+    @initialize(
+        made=configs(),
+        tier=st.sampled_from([3, 20, 200]),
+        overlap=st.booleans(),
+        guilty=st.sampled_from([0, 0, 7]),
+    )
+    def start(self, made: SchedulerConfig, tier: int, overlap: bool, guilty: int) -> None:
+        made = replace(made, disable_radix_cache=False, kv_tier_pages=tier)
+        super().start(made=made, overlap=overlap, guilty=guilty)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "driver"):
+            type(self).loaded_tokens += self.scheduler.counters.loaded_tokens
+            type(self).failed_loads += self.scheduler.counters.failed_loads
+
+
 @pytest.mark.slow
 def test_random_lives_break_no_rule() -> None:
     SchedulerMachine.steps = 0
@@ -470,6 +545,24 @@ def test_random_lives_break_no_rule() -> None:
         ),
     )
     assert SchedulerMachine.steps >= STEPS
+
+
+@pytest.mark.slow
+def test_random_lives_over_a_tier_break_no_rule() -> None:
+    TieredMachine.steps = TieredMachine.loaded_tokens = TieredMachine.failed_loads = 0
+    run_state_machine_as_test(
+        TieredMachine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert TieredMachine.loaded_tokens > 0
+    assert TieredMachine.failed_loads > 0
 
 
 def test_an_ended_request_lets_go_of_what_a_failed_step_put_into_the_cache() -> None:
