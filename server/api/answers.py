@@ -134,7 +134,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {
             "cached_tokens": usage.cached_tokens,
-            "cache_write_tokens": sum(usage.written_tokens.values()),
+            "cache_write_tokens": usage.kept_tokens,
         },
         **usage.waited(),
     }

@@ -66,7 +66,7 @@ class AnthropicAnswer(BlockAnswer):
         """Anthropic counts prompt tokens that were cached, or are from now on, apart from the
         others."""
         usage = self.generation.usage()
-        written = sum(usage.written_tokens.values())
+        written = usage.kept_tokens
         hour = usage.written_tokens.get(TTL_S["1h"], 0)
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens - written,

@@ -186,7 +186,7 @@ class ResponseAnswer(BlockAnswer):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": usage.cached_tokens,
-                "cache_write_tokens": sum(usage.written_tokens.values()),
+                "cache_write_tokens": usage.kept_tokens,
             },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {

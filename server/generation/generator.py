@@ -57,6 +57,11 @@ class Usage:
     written_tokens: Mapping[float, int]
     wait_seconds: dict[str, float] | None = None
 
+    @property
+    def kept_tokens(self) -> int:
+        """All that were written."""
+        return sum(self.written_tokens.values())
+
     def waited(self) -> dict[str, dict[str, float]]:
         """What a protocol's usage says of waiting, where that was asked for."""
         return {} if self.wait_seconds is None else {"wait_seconds": self.wait_seconds}

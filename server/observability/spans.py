@@ -114,6 +114,7 @@ class Spans:
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.usage.cache_creation.input_tokens": usage.kept_tokens,
             "http.request.method": "POST",
             "http.response.status_code": report.status,
             "url.path": report.path,

@@ -274,8 +274,8 @@ def read_whole(form: str, body: bytes) -> Said:
             said.texts[0] = "".join(block["text"] for block in found["content"])
             said.finishes[0] = _ENDS[found["stop_reason"]]
             usage = found["usage"]
-            read = usage["input_tokens"] + usage["cache_read_input_tokens"]
-            said.usage = read, usage["output_tokens"]
+            names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+            said.usage = sum(usage[name] for name in names), usage["output_tokens"]
         case "responses":
             said.texts[0] = "".join(
                 part["text"] for item in found["output"] for part in item["content"]

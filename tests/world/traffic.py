@@ -129,6 +129,7 @@ class Author:
             sampling["n"] = asked.n
         if rng.random() < 0.2:
             body["cache_salt"] = rng.choice("xy")
+        body |= self._kept(form)
         if self.timeouts and rng.random() < 0.3:
             asked.timeout_s = body["timeout"] = rng.choice((0.05, 0.3, 5.0))
         self._rule(asked, ids, most, sampling)
@@ -146,6 +147,15 @@ class Author:
             asked.fault = "" if fault == "unreadable" else asked.fault
         asked.body = body
         return asked
+
+    def _kept(self, form: str) -> dict[str, Any]:
+        """Whether the prompt is to stay cached."""
+        rng = random.Random(self.written)
+        if form == "messages" and rng.random() < 0.4:
+            return {"cache_control": {"type": "ephemeral", "ttl": rng.choice(("5m", "1h"))}}
+        if form in ("chat", "responses") and rng.random() < 0.4:
+            return {"prompt_cache_key": rng.choice(("one", "other"))}
+        return {}
 
     def _prompt(self, form: str, text: str) -> tuple[list[int], dict[str, Any]]:
         """Token ids, and the fields that say so."""
