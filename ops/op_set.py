@@ -317,7 +317,8 @@ class OpSet(Protocol):
         ...
 
     def sample(self, logits: Tensor, s: SamplingTensors) -> Tensor:
-        """Token ids [B] int64 for logits [B, V] float32 (may be overwritten).
+        """Token ids [B] int64 for logits [B, V]; those in float32 may be overwritten. Everything
+        is computed in float32.
 
         The order of operations is fixed in `ops.reference.sample`. A row that holds a NaN or in
         which no token is left gives -1. Counts the choice in s.penalties.output_counts.

@@ -289,6 +289,7 @@ def sample(logits: Tensor, s: SamplingTensors) -> Tensor:
     9 argmax of logit + Gumbel noise, which is an exact draw from the softmax of what is left. A
     row of temperature 0 skips 5 to 9: it takes the largest logit, the lowest id among equals.
     """
+    logits = logits.float()
     adjust_logits(logits, s)
     bad = logits.isnan().any(-1) | (logits == NEG_INF).all(-1)
     chosen = logits.argmax(-1)

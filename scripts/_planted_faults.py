@@ -258,7 +258,7 @@ PLANTS = [
             "count = self.tree.last_piece(leaf)",
         ),
         ("below.dead = True", "below.dead = False"),
-        ("if upper.parent is None or upper.locks:", "if upper.parent is None:"),
+        ("if upper.parent is None or upper.locks or", "if upper.parent is None or"),
     ),
     *_planted(
         "cache",

@@ -53,7 +53,7 @@ def log_probabilities(folder: Path, ids: list[int], embedded: bool, form: str) -
     try:
         with torch.inference_mode():
             logits = runner.decoder(one_prompt(ids, runner))
-            return logits.log_softmax(dim=1), runner.device.weights
+            return logits.float().log_softmax(dim=1), runner.device.weights
     finally:
         runner.close()
 

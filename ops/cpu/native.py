@@ -228,7 +228,7 @@ class NativeOps(CpuOps):
 
     def sample(self, logits: Tensor, s: SamplingTensors) -> Tensor:
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        struct = sampling_struct(logits, s, out)
+        struct = sampling_struct(logits.float(), s, out)
         self.library.call("loom_sample", struct)
         return out
 

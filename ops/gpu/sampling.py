@@ -99,7 +99,7 @@ def _sort_key(x):
 @triton.jit
 def _scaled(row_logits, token, live, temperature, BLOCK: tl.constexpr):
     """logit / temperature, correctly rounded, since the quotients' order decides."""
-    x = tl.load(row_logits + token, mask=live, other=float("-inf"))
+    x = tl.load(row_logits + token, mask=live, other=float("-inf")).to(tl.float32)
     return tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32))
 
 
@@ -290,6 +290,7 @@ def _sample_kernel(
     for start in range(0, vocab_size, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(row_logits + token, mask=token < vocab_size, other=float("-inf"))
+        x = x.to(tl.float32)
         broken |= (x != x).to(tl.int32)
         best, best_token = _better(best, best_token, x, token)
     top, chosen = _best_of(best, best_token)
@@ -398,12 +399,17 @@ _choose_op = register(
 
 
 def sample(logits: Tensor, s: SamplingTensors) -> Tensor:
-    """Token ids [B] int64 for logits [B, V] float32, which are overwritten; -1 for a row that
-    holds a NaN or in which no token is left. Counts the choice in s.penalties.output_counts.
+    """Token ids [B] int64 for logits [B, V], which are overwritten if they are float32; -1 for a
+    row that holds a NaN or in which no token is left. Counts the choice in
+    s.penalties.output_counts. Narrow logits are read as they are, or copied to float32 once where
+    something is added to them.
 
     Never waits for the device. Grid: (B,) for the draw, (B, cdiv(V, 4096)) for penalties and masks.
     Numerics: fp32; masses of top-p are fp32 sums. Reference: ops.reference.sample.
     """
+    changes = (s.bias, s.penalties, s.banned, s.mask_bits)
+    if any(change is not None for change in changes):
+        logits = logits.float()
     if s.bias is not None:
         _bias_op(logits, *s.bias)
     p = s.penalties

@@ -39,9 +39,10 @@ class LogprobTensors:
 def logprobs_of(logits: Tensor, token_ids: Tensor, top: int) -> LogprobTensors:
     """log softmax(logits) of the given tokens and of the `top` most likely ones.
 
-    Shapes: logits [n, V] float32, token_ids [n] int64; a negative id (a row that failed) is
+    Shapes: logits [n, V], token_ids [n] int64; a negative id (a row that failed) is
     looked up as 0.
     """
+    logits = logits.float()
     total = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, token_ids.clamp(min=0)[:, None]) - total
     values, ids = logits.topk(top, dim=-1)

@@ -90,7 +90,7 @@ class MixedGraphRunner:
         return next(fitting, None)
 
     def replay(self, packed: Tensor, shape: StepShape) -> Tensor:
-        """Logits [shape.logits, V] float32 of a step packed into a captured shape, K and V stored.
+        """Logits [shape.logits, V] of a step packed into a captured shape, K and V stored.
         Valid until the next replay of any step."""
         self._ints[: packed.shape[0]].copy_(packed)
         return self._replays[shape]()

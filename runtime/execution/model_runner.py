@@ -57,7 +57,7 @@ class DecodeGraphs(Protocol):
         ...
 
     def replay(self, rows: Tensor, kv_lens: Tensor) -> Tensor:
-        """Logits [B, V] float32 of a decode step that `holds` (valid until the next replay), K and
+        """Logits [B, V] of a decode step that `holds` (valid until the next replay), K and
         V stored. rows: [B] int32, request rows. kv_lens: [B] int32, the new token included."""
         ...
 
@@ -70,7 +70,7 @@ class MixedGraphs(Protocol):
         ...
 
     def replay(self, packed: Tensor, shape: StepShape) -> Tensor:
-        """Logits [shape.logits, V] float32 of a step packed into such a shape (valid until the
+        """Logits [shape.logits, V] of a step packed into such a shape (valid until the
         next replay of any step), K and V stored."""
         ...
 

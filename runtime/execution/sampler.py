@@ -76,7 +76,7 @@ class Sampler:
         logits: Tensor,
         masks: SampleMasks | None,
     ) -> Sampled:
-        """Picks a token for each sampled row. logits: [S, V] float32, overwritten."""
+        """Picks a token for each sampled row. logits: [S, V], see `OpSet.sample`."""
         rows = np.frombuffer(batch.rows, dtype=np.int32)[
             np.frombuffer(batch.sampled, dtype=np.int32)
         ]

@@ -45,6 +45,8 @@ def warm_up(runner: ModelRunner) -> None:
     for sampling in (greedy, _PLAIN, replace(_PLAIN, top_k=2, top_p=0.9)):
         _run(runner, 1, sampling)
         _run(runner, 1, replace(sampling, presence_penalty=0.5))
+        # What changes logits has them in float32, whatever the model's type.
+        _run(runner, 1, replace(sampling, logit_bias=((_TOKEN, 1.0),)))
     _run(runner, 1, _EXTRAS, SampleMasks([0], words))
 
 

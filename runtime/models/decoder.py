@@ -28,8 +28,8 @@ class Decoder:
         self._blocks = model.blocks
 
     def __call__(self, step: DecoderStep) -> Tensor:
-        """Logits [N, V] float32 of `step.logit_tokens`, after storing what the blocks keep of all
-        tokens."""
+        """Logits [N, V] of `step.logit_tokens`, after storing what the blocks keep of all tokens;
+        see `logits`, compiled in float32."""
         if self.compiled is not None:
             return self.compiled(step)
         return self.logits(self.hidden(step))
@@ -57,11 +57,15 @@ class Decoder:
         return self._added_and_normed(pending, residual, model.final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] float32 for hidden states [N, H]."""
+        """[N, V] for hidden states [N, H], in their type, which is that of the products; float32
+        where they are scaled or capped."""
         model = self.model
         if not hidden.shape[0]:
-            return hidden.new_empty((0, model.vocab_size), dtype=torch.float32)
-        logits = self.ops.linear(hidden, model.lm_head).float()
+            return hidden.new_empty((0, model.vocab_size))
+        logits = self.ops.linear(hidden, model.lm_head)
+        if model.logit_scale == 1.0 and model.logit_soft_cap == 0:
+            return logits
+        logits = logits.float()
         if model.logit_scale != 1.0:
             logits = logits * model.logit_scale
         if model.logit_soft_cap > 0:

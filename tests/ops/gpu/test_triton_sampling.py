@@ -206,6 +206,27 @@ def test_all_steps_together_keep_their_order() -> None:
     check_agreement(random_logits(6, step=0.25), s)
 
 
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {}, {"top_k": 9, "min_p": 0.05}], ids=str
+)
+@pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalties"])
+def test_bfloat16_logits_give_the_tokens_of_their_float32_values(
+    options: dict, penalised: bool
+) -> None:
+    """And stay as they are: a captured step's output."""
+    narrow = random_logits(5).bfloat16()
+    s = tensors(5, **options)
+    if penalised:
+        s.penalties = penalties(5)
+    kept = narrow.clone()
+    expected = check_agreement(narrow.float(), s)
+    if penalised:
+        s.penalties = penalties(5)
+    assert torch.equal(check_agreement(narrow, s), expected)
+    sample(narrow, s)
+    assert torch.equal(narrow, kept)
+
+
 def test_logits_with_a_row_stride() -> None:
     """A replayed step's logits are a view into a wider buffer."""
     wide = random_logits(4, VOCAB + 29)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from ops.gpu.op_set import GpuOps
@@ -35,10 +36,11 @@ def first_row_masked(batch: ScheduleBatch) -> SampleMasks | None:
     return SampleMasks([0], words) if len(batch.sampled) else None
 
 
-def test_serving_needs_no_kernel_that_the_warm_up_has_not_run() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_serving_needs_no_kernel_that_the_warm_up_has_not_run(dtype: torch.dtype) -> None:
     """Prompts longer and shorter than a tile, alone and beside decode rows, and every way to
     sample, one request at a time and all together."""
-    runner = make_runner(make_device(GpuOps()))
+    runner = make_runner(replace(make_device(GpuOps()), dtype=dtype))
     with recorded_launches() as launched:
         warm_up(runner)
         warmed = set(launched)

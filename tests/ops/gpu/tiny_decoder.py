@@ -57,19 +57,25 @@ def make_queued_device(ops: Backend) -> QueuedDevice:
     return QueuedDevice(**fields | {"queued": True})
 
 
-def make_model(ops: OpSet, where: str = "cpu", *, context_length: int = 256) -> DecoderModel:
+def make_model(
+    ops: OpSet,
+    where: str = "cpu",
+    *,
+    context_length: int = 256,
+    dtype: torch.dtype = torch.float32,
+) -> DecoderModel:
     """The same random weights for every op set; a window in one layer and sinks in the other."""
     generator = torch.Generator().manual_seed(7)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         weight = torch.randn(rows, columns, generator=generator) / columns**0.5
-        return weight.to(where)
+        return weight.to(where, dtype)
 
     def linear(rows: int, columns: int) -> Any:
         return ops.pack_linear(matrix(rows, columns))
 
     def vector(size: int) -> torch.Tensor:
-        return (1 + 0.1 * torch.randn(size, generator=generator)).to(where)
+        return (1 + 0.1 * torch.randn(size, generator=generator)).to(where, dtype)
 
     def norm(size: int) -> Norm:
         return Norm(vector(size), 1e-5)
@@ -119,5 +125,5 @@ def make_runner(
     sizes = RunnerSizes(
         page_size=PAGE_SIZE, total_tokens=total_tokens, rows=rows, context_length=256
     )
-    model = make_model(device.ops, str(device.torch_device))
+    model = make_model(device.ops, str(device.torch_device), dtype=device.dtype)
     return ModelRunner(device, Decoder(model, device.ops), sizes, **options)
