@@ -23,14 +23,11 @@ constexpr bool is_code = std::is_same_v<T, int8_t> || std::is_same_v<T, fp8>;
 template <class Code>
 constexpr float kLargestCode = std::is_same_v<Code, int8_t> ? 127.0f : 448.0f;
 
-// Sixteen codes as floats. The loops are for the compiler to turn into vector instructions.
-inline F16 load(const int8_t* p) {
-  float wide[kLanes];
-  for (int i = 0; i < kLanes; i++) wide[i] = p[i];
-  return load(wide);
-}
+// Sixteen codes as floats.
+inline F16 load(const int8_t* p) { return load_int8(p); }
 
-// Moved into a half float a code keeps exponent and mantissa, under a bias of 15 instead of 7.
+// Moved into a half float a code keeps exponent and mantissa, under a bias of 15 instead of 7. The
+// loop becomes vector instructions.
 inline F16 load(const fp8* p) {
   half wide[kLanes];
   for (int i = 0; i < kLanes; i++) wide[i] = half((p[i].bits & 0x7f) << 7 | (p[i].bits & 0x80) << 8);
