@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable
 
+    from runtime.offload.page_store import PageStore
     from runtime.request import Request
     from server.generation.output import Delta, RequestStream
 
@@ -157,6 +158,7 @@ def make_fake_service(
     context_length: int = 2048,
     defaults: SamplingDefaults | None = None,
     device: RunnerConfig | None = None,
+    tier: PageStore | None = None,
     **options: Any,
 ) -> Service:
     """A service on a simulated runner. scheduler, options: fields of the two configs."""
@@ -169,7 +171,8 @@ def make_fake_service(
         **{"max_running_requests": 16, "chunked_prefill_size": 64, **(scheduler or {})},
     )
     server_config = ServerConfig(runner=device or RunnerConfig(), port=0, **options)
-    parts = Parts(runner, Scheduler(config), tokenizer, MODEL, defaults or SamplingDefaults())
+    defaults = defaults or SamplingDefaults()
+    parts = Parts(runner, Scheduler(config), tokenizer, MODEL, defaults, tier=tier)
     return make_service(server_config, parts)
 
 

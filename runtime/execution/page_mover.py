@@ -33,9 +33,11 @@ class PageMover:
 
     def __init__(self, device: Device, pool: KVPool, page_size: int) -> None:
         self._device = device
-        # [pages, what a page has in this tensor]
-        self._pools = [tensor.view(len(tensor) // page_size, -1) for tensor in pool.tensors()]
-        self._widths = [pool.shape[1] * pool.element_size() for pool in self._pools]
+        # [pages, bytes of a page in this tensor] uint8, whatever stands in them.
+        self._pools = [
+            tensor.view(torch.uint8).view(len(tensor) // page_size, -1) for tensor in pool.tensors()
+        ]
+        self._widths = [pool.shape[1] for pool in self._pools]
         self._stream = device.stream()
         self.page_bytes = sum(self._widths)
 
@@ -50,7 +52,7 @@ class PageMover:
         fence.synchronize()
         first = 0
         for part, width in zip(host, self._widths, strict=True):
-            out[:, first : first + width] = part.view(torch.uint8).numpy()
+            out[:, first : first + width] = part.numpy()
             first += width
         return out
 
@@ -79,4 +81,4 @@ class PageMover:
     def queue_writes(self, index: Tensor, parts: Sequence[Tensor]) -> None:
         """Starts the copies into the pool. Args: parts: [n, width] uint8, on the device."""
         for pool, part in zip(self._pools, parts, strict=True):
-            pool.index_copy_(0, index, part.view(pool.dtype))
+            pool.index_copy_(0, index, part)

@@ -65,7 +65,7 @@ def build_tier(
         raise ConfigError(
             f"kv_offload_gb {config.kv_offload_gb:g}: a page of KV takes {mover.page_bytes:,} bytes"
         )
-    fingerprint = _fingerprint(config, runner, model)
+    fingerprint = _fingerprint(runner, model)
     file = _open_file(config, mover, fingerprint)
     if file is None:
         if not held:
@@ -110,10 +110,10 @@ def _open_file(config: RunnerConfig, mover: PageMover, fingerprint: bytes) -> Pa
         return None
 
 
-def _fingerprint(config: RunnerConfig, runner: ModelRunner, model: Path) -> bytes:
+def _fingerprint(runner: ModelRunner, model: Path) -> bytes:
     """Of all that the KV of given tokens depends on, to the last bit."""
     sizes, details = runner.sizes, sorted(runner.info.details.items())
-    settings = (config.quantization, sizes.page_size, sizes.context_length, details)
+    settings = (sizes.page_size, sizes.context_length, details)
     return hashlib.sha256(weights_fingerprint(model) + repr(settings).encode()).digest()
 
 
