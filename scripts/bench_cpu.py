@@ -16,7 +16,9 @@ Absolute times do not travel between machines, so each headline figure is also g
 a floor measured in the same run: what reading the weights at this machine's memory bandwidth, or
 its matrix products at their peak, would take if nothing else cost time. With --serve it is that of
 the form of weights that the server has chosen (int8 products count as half a bfloat16 one), else of
-bfloat16. The model's size is SmolLM2-135M's unless options say otherwise.
+bfloat16. The model's size is SmolLM2-135M's unless options say otherwise. --shape serves random
+weights in the shape of a larger model, made on first use in the cache folder (up to 3.4 GB), with
+the floors of that size: `--shape qwen3-0.6b -- --quantization int8`.
 
 Greedy, `ignore_eos`, one token per word and chunk. Runs differ in seed, so that no run meets the
 prefix cache of another; the table shows medians over the runs with the smallest and largest value.
@@ -49,9 +51,11 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from runtime.config import RunnerConfig
 from runtime.execution.machine import Machine, measure_machine
 from scripts._floors import Floors, ModelSize
 from scripts._scenarios import SCENARIOS
+from scripts._shapes import SHAPES, shape_folder, size_of
 from server.bench.answer import Answer
 from server.bench.client import ask, first_model, open_session
 from server.bench.run import closed_loop
@@ -230,6 +234,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--base-url", default="http://127.0.0.1:8000", help="a server that is running")
     add("--serve", action="store_true", help="start loomserve for each run instead")
     add("--model", default="", help="else the first that /v1/models lists")
+    add("--shape", choices=SHAPES, help="serve random weights of this shape (with --serve)")
     add("--endpoint", choices=("completions", "chat"), default="completions")
     add("--scenarios", default="s1,s2,s3,s4,s5", help="comma-separated")
     add("--runs", type=int, default=1, help="with seeds from --seed on")
@@ -243,6 +248,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     unknown = [key for key in options.scenarios if key not in SCENARIOS]
     if unknown:
         parser.error(f"--scenarios {','.join(unknown)}: must be of {', '.join(SCENARIOS)}")
+    if options.shape and not options.serve:
+        parser.error("--shape: needs --serve")
     return options
 
 
@@ -251,6 +258,10 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     size = ModelSize(**{name: getattr(options, name) for name in asdict(ModelSize())})
+    if options.shape:
+        size = size_of(SHAPES[options.shape])
+        folder = shape_folder(options.shape, RunnerConfig().cache_folder)
+        options.server_options = ["--model", str(folder), *options.server_options]
     machine = Machine(0.0, 0.0)
     runs = []
     try:

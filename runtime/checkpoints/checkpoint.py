@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from runtime.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 
@@ -38,11 +38,14 @@ class RawTensor:
         buffer: writable (but private: a write never reaches the file), so that
             `torch.frombuffer(raw.buffer, dtype=getattr(torch, raw.dtype)).view(raw.shape)` takes
             it without a copy or a warning. Pages of a mapped file are read when first touched.
+        release: gives back the memory of a mapped file's pages, for whoever has copied the values;
+            what was written to them is lost.
     """
 
     shape: tuple[int, ...]
     dtype: str
     buffer: memoryview
+    release: Callable[[], None] = lambda: None
 
 
 class Checkpoint(Protocol):

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoints.checkpoint import RawTensor, TensorInfo
@@ -87,10 +88,18 @@ class SafetensorsFile:
 
     def read(self, name: str) -> RawTensor:
         """The tensor's bytes, mapped. `name` must be one of `tensors`."""
-        begin, end = self._offsets[name]
+        begin, end = (self._data_start + offset for offset in self._offsets[name])
         info = self.tensors[name]
-        view = memoryview(self._map)[self._data_start + begin : self._data_start + end]
-        return RawTensor(info.shape, info.dtype, view)
+        view = memoryview(self._map)[begin:end]
+        return RawTensor(info.shape, info.dtype, view, partial(self._release, begin, end))
+
+    def _release(self, begin: int, end: int) -> None:
+        """Drops the whole pages between two offsets: else a model that is loaded would be in memory
+        twice, as it was packed and as the file has it."""
+        page = mmap.PAGESIZE
+        begin, end = -(-begin // page) * page, end // page * page
+        if begin < end and hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

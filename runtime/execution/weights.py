@@ -95,7 +95,9 @@ class _Reader:
         self._left.pop(name, None)
         tensor = torch.frombuffer(raw.buffer, dtype=dtype).view(raw.shape)
         # A copy, since a view would keep the whole mapped file resident for as long as it serves.
-        return tensor.to(self._device, torch.float32 if wide else self._dtype, copy=True)
+        copied = tensor.to(self._device, torch.float32 if wide else self._dtype, copy=True)
+        raw.release()
+        return copied
 
     def _report(self) -> None:
         if time.monotonic() - self._reported > _PROGRESS_S:

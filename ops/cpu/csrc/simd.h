@@ -41,6 +41,9 @@ inline bf16 to_bf16(float f) {
   return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline half to_half(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
+inline float to_float_half(half h) { return _cvtsh_ss(h); }
+
 inline void narrow(float f, float* out) { *out = f; }
 inline void narrow(float f, bf16* out) { *out = to_bf16(f); }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -164,3 +165,23 @@ def test_what_can_be_no_name_of_the_hub_is_just_not_there():
     for path in ("missing", "a/b/c", "./org/a-model/", "/no/where"):
         with pytest.raises(ModelError, match=r"no such folder or file$"):
             open_checkpoint(Path(path).absolute())
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system has no /proc")
+def test_a_tensor_that_was_copied_leaves_memory_and_can_be_read_again(tmp_path):
+    path, count = tmp_path / "model.safetensors", 4 << 20
+    values = np.arange(count, dtype=np.float32)
+    tensor = RawTensor((count,), "float32", values.data.cast("B"))
+    write_safetensors(path, {"a": TensorInfo((count,), "float32")}, [tensor])
+    file = SafetensorsFile(path)
+
+    def resident_kib():
+        areas = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+        return sum(int(area.split("Rss:")[1].split()[0]) for area in areas)
+
+    raw = file.read("a")
+    assert np.array_equal(np.frombuffer(raw.buffer, np.float32), values)
+    assert resident_kib() > count * 4 // 1024 * 0.9
+    raw.release()
+    assert resident_kib() < 1024
+    assert np.array_equal(np.frombuffer(file.read("a").buffer, np.float32), values)
