@@ -588,6 +588,8 @@ PLANTS = [
             "PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_CAP,",
             "PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_CAP and not HAS_WINDOW,",
         ),
+        ("(first_m < 0) | (first_m >= end * GROUP)", "first_m >= end * GROUP"),
+        ("num_tokens - q_begin, q_len)", "q_len, q_len)"),
     ),
     *_planted(
         "gpu",

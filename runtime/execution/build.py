@@ -166,11 +166,11 @@ def _long_prompt_rows(
 
 def _prepare(runner: ModelRunner, config: RunnerConfig, progress: Callable[[str], None]) -> None:
     """Does ahead of the first step what would hold it up."""
-    if runner.device.graphs:
-        _capture_graphs(runner, config, progress)
     if runner.device.queued:
         progress("compiling kernels")
-        warm_up(runner)
+        warm_up(runner)  # before there are graphs, which would take some of its steps
+    if runner.device.graphs:
+        _capture_graphs(runner, config, progress)
 
 
 def _model_info(

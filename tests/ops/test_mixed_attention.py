@@ -72,9 +72,11 @@ def split(problem: Problem, *, tokens: int = 0, decode_rows: int = 0, rows: int 
     return replace(problem, q=torch.cat((problem.q, more)), batch=others)
 
 
-def problem_of(feature: str, page_size: int = 16) -> Problem:
+def problem_of(feature: str) -> Problem:
+    """With 16 heads of a KV head the two decode rows fill a tile before the first of the prompts."""
     options = FEATURES[feature]
-    return paged_problem(DECODING + PROMPTS, head_dim=32, group=3, page_size=page_size, **options)
+    rows = DECODING + PROMPTS
+    return paged_problem(rows, head_dim=16, group=16, kv_heads=1, page_size=4, **options)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

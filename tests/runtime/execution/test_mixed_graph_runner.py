@@ -270,7 +270,7 @@ def test_steps_are_captured_from_the_largest_down_over_padding() -> None:
 class Calls(TorchDispatchMode):
     """Counts what would be launched: operations that compute or copy."""
 
-    FREE = ("view", "split", "slice", "select", "detach", "empty", "unbind", "alias", "expand")
+    FREE = ("view", "split", "slice", "select", "detach", "empty", "unbind", "alias", "lift_fresh")
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,8 @@ class InstantGraphs:
 
 def test_a_mixed_step_is_one_replay_and_few_small_calls() -> None:
     """Counted from the launch to the tokens on their way to the host, for a step that ends prompts
-    and needs new pages. An index that is of 32 bits costs a conversion more."""
+    and needs new pages. The copy over the static ints is the graph runner's (not in `InstantGraphs`,
+    whose zeros are not in a replay), and an index of 32 bits costs a conversion."""
     device = make_queued_device(GpuOps())
     fields = {name: getattr(device, name) for name in QueuedDevice.__slots__}
     runner = make_runner(CountingDevice(**fields))
@@ -320,7 +321,8 @@ def test_a_mixed_step_is_one_replay_and_few_small_calls() -> None:
         step.forward()
         step.sample(None)
     runner.close()
-    copies_in, page_conversions = 1, 2
-    made = len(calls.names) + CountingDevice.uploads + copies_in + page_conversions
+    to_device, to_static_ints, index_conversions, zeros = 1, 1, 2, 1
+    made = len(calls.names) + CountingDevice.uploads - zeros
+    made += to_device + to_static_ints + index_conversions
     assert InstantGraphs.replays == 1
     assert made <= 30, (made, calls.names)
