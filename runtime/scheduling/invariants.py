@@ -99,6 +99,9 @@ class _CacheRecount:
         self._allocator = allocator
         self._owned = bytearray(allocator.num_pages)  # by page: somebody has it
         self._locks = _count_locks(locked)
+        self._pinned: list[Node] = []
+        self._pinned_below: Counter[Node] = Counter()  # by node: children that are
+        self._pinned_tokens = 0
         self._left = SLICE
 
     def pause(self, pages: int) -> bool:
@@ -143,6 +146,8 @@ class _CacheRecount:
             self.own(node.pages)
             self._check_node(node)
             tokens[node.locks > 0] += len(node.pages) * self._cache.page_size
+            if node.pins:
+                self._note_pinned(node)
             if self.pause(len(node.pages) + NODE_COST):
                 yield
         counted = (self._cache.evictable_tokens, self._cache.protected_tokens)
@@ -151,26 +156,21 @@ class _CacheRecount:
         yield from self._check_pins()
         yield from self._check_order()
 
+    def _note_pinned(self, node: Node) -> None:
+        assert node.parent is not None
+        self._pinned.append(node)
+        self._pinned_below[node.parent] += 1
+        self._pinned_tokens += len(node.pages) * self._cache.page_size
+
     def _check_pins(self) -> Iterator[None]:
         """Pins end with nodes of the tree, and every node on the way to these is pinned."""
-        pins = self._cache.pins
-        ends = Counter(pin.node for pin in pins)
-        children: Counter[Node] = Counter()
-        pinned: list[Node] = []
-        tokens = 0
-        for node in self._cache.tree.nodes():
-            if node.pins:
-                assert node.parent is not None
-                pinned.append(node)
-                children[node.parent] += 1
-                tokens += len(node.pages) * self._cache.page_size
-            if self.pause(NODE_COST):
-                yield
-        _require(tokens == pins.tokens, f"{pins.tokens} tokens are pinned, recounted {tokens}")
-        strangers = set(ends).difference(pinned)
+        counted, found = self._cache.pins.tokens, self._pinned_tokens
+        _require(counted == found, f"{counted} tokens are pinned, recounted {found}")
+        ends = Counter(pin.node for pin in self._cache.pins)
+        strangers = set(ends).difference(self._pinned)
         _require(not strangers, f"{len(strangers)} pins end with nodes that are not pinned")
-        for node in pinned:
-            owners = ends[node] + children[node]
+        for node in self._pinned:
+            owners = ends[node] + self._pinned_below[node]
             _require(node.pins == owners, f"a node has {node.pins} pins and {owners} owners")
             if self.pause(NODE_COST):
                 yield

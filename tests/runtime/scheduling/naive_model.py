@@ -357,7 +357,9 @@ class NaiveModel:
 
     def _check_evictions(self) -> None:
         """What is pinned has lost nothing in this pass, unless nothing else could go."""
-        pinned, heads, actual = self._pinned(), self._heads() if self.kept else {}, self._pins()
+        if not self.kept:
+            return  # nor are there any of the scheduler's, as the next recount sees
+        pinned, heads, actual = self._pinned(), self._heads(), self._pins()
         if actual == self.kept and pinned <= heads.keys():
             return
         read = {page for request in self._holders() for page in request.pages}
@@ -374,11 +376,10 @@ class NaiveModel:
 
     def _pins(self) -> list[Kept]:
         """The scheduler's."""
-        prefixes = {id(node): prefix for prefix, (node, _) in self._tree().items()}
-        return [
-            Kept(prefixes[id(pin.node)], pin.key[1], pin.until_s)
-            for pin in self.scheduler._memory.cache.pins
-        ]
+        pins = list(self.scheduler._memory.cache.pins)
+        tree = self._tree() if pins else {}
+        prefixes = {id(node): prefix for prefix, (node, _) in tree.items()}
+        return [Kept(prefixes[id(pin.node)], pin.key[1], pin.until_s) for pin in pins]
 
     def _pinned(self) -> set[Head]:
         """Every cached page that is kept, by its prefix."""

@@ -10,6 +10,7 @@ import pytest
 from runtime.errors import InvariantError
 from runtime.scheduling.invariants import SLICE
 from runtime.scheduling.kv_memory import Insertion
+from runtime.scheduling.pins import NO_KEY
 from runtime.scheduling.radix_tree import Node
 from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
@@ -18,7 +19,7 @@ from tests.values import present
 
 def served(**options: object) -> Driver:
     """An idle scheduler with two prompts in its cache that share a beginning."""
-    driver = Driver(config(**options), checked=False)
+    driver = Driver(config(pin_share=1.0, **options), checked=False)
     shared = list(range(5000, 5040))
     driver.add(request("a", [*shared, 1, 2, 3], 2), request("b", [*shared, 4, 5, 6], 2))
     return driver.run()
@@ -69,6 +70,20 @@ def _stamp(scheduler: Scheduler) -> None:
     scheduler._memory.insertions.append(Insertion(request("c", 9), 7, 0, array("i")))
 
 
+def _pin(scheduler: Scheduler) -> None:
+    _leaf(scheduler).pins += 1
+
+
+def _pinned_tokens(scheduler: Scheduler) -> None:
+    scheduler._memory.cache.pins.tokens += 1
+
+
+def _lost_pin(scheduler: Scheduler) -> None:
+    leaf = _leaf(scheduler)
+    scheduler._memory.cache.pins.keep(leaf, NO_KEY, 1e9)
+    next(iter(scheduler._memory.cache.pins)).node = present(leaf.parent)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -80,6 +95,9 @@ def _stamp(scheduler: Scheduler) -> None:
         (_move, "not where it should be"),
         (_piece, "pieces"),
         (_stamp, "not in flight"),
+        (_pin, "is ranked"),
+        (_pinned_tokens, "tokens are pinned, recounted 0"),
+        (_lost_pin, "a node has 1 pins and"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

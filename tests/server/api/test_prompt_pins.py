@@ -184,6 +184,18 @@ def test_usage_tells_reads_and_writes_apart_and_adds_up(served):
     assert longer.input_tokens + longer.cache_creation_input_tokens + read == total + 200
 
 
+def test_a_stream_tells_reads_and_writes_when_it_begins(served):
+    with served.anthropic.messages.stream(
+        model=served.model, max_tokens=20, cache_control=SHORT,
+        messages=[{"role": "user", "content": say("ok") + "s" * 300}],
+    ) as stream:  # fmt: skip
+        start = next(event for event in stream if event.type == "message_start").message.usage
+        end = stream.get_final_message().usage
+    assert start.cache_creation_input_tokens == end.cache_creation_input_tokens > 300
+    assert start.cache_creation.ephemeral_5m_input_tokens == start.cache_creation_input_tokens
+    assert start.input_tokens == end.input_tokens < 16
+
+
 def test_openai_s_usage_tells_what_was_written(served):
     asked = [{"role": "system", "content": "v" * 320}, {"role": "user", "content": say("ok")}]
     keyed = {"extra_body": {"prompt_cache_key": "usage"}}
