@@ -116,6 +116,9 @@ class RequestRecord:
         node: end of its locked prefix in the radix cache.
         tree_tokens: leading tokens whose pages belong to the radix cache.
         matched_tokens: leading tokens whose KV it found in the cache and did not compute itself.
+        borrows: it has read, or will read, KV that was in the cache before it computed any.
+        alone: until it has a token it takes nothing from the cache and puts nothing there, since it
+            gave no number when it did (blame.py).
         target: tokens to have KV before it can sample: input and outputs at admission.
         synced_pages: leading entries of its table row that the device has or will get.
         last_step: last launched step that names it.
@@ -139,6 +142,8 @@ class RequestRecord:
     node: Node | None = None
     tree_tokens: int = 0
     matched_tokens: int = 0
+    borrows: bool = False
+    alone: bool = False
     target: int = 0
     synced_pages: int = 0
     last_step: int = -1
@@ -193,6 +198,11 @@ class Request:
     def remaining_tokens(self) -> int:
         """Output tokens that no launched step has sampled yet."""
         return self.max_new_tokens - self.launched_tokens
+
+    @property
+    def new_tokens(self) -> int:
+        """Output tokens since it was last admitted."""
+        return len(self.input_ids) + len(self.output_ids) - self.scheduling.target
 
     def tokens_to_prefill(self) -> array[int]:
         """Input and committed outputs: what a (re)started request computes before it samples."""

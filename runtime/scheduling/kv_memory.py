@@ -24,7 +24,7 @@ from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache
 from runtime.scheduling.radix_tree import TOKEN_BYTES, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from runtime.config import SchedulerConfig
     from runtime.request import Request
@@ -133,8 +133,8 @@ class KVMemory:
 
     def whole_match(self, request: Request, following: int) -> PrefixMatch | None:
         """How much of a request's tokens is cached, also of those that it has to compute itself;
-        None unless `following` more tokens come behind that, or the cache is off."""
-        if not self.cache_enabled:
+        None unless `following` more tokens come behind that, or where they stay its own."""
+        if not self.cache_enabled or request.scheduling.alone:
             return None
         record, tree = request.scheduling, self.cache.tree
         tokens = len(record.key) // TOKEN_BYTES
@@ -154,6 +154,7 @@ class KVMemory:
         record.tree_tokens = match.tokens
         # What it finds the second time it may have computed itself, before it had to make way.
         record.matched_tokens = min(match.tokens, request.cached_tokens)
+        record.borrows = match.tokens > 0
         record.synced_pages = 0
         record.prefix_tokens = match.tokens
         record.proven = record.load_tried = False
@@ -173,13 +174,14 @@ class KVMemory:
         list points at the tree's instead."""
         record, size = request.scheduling, self.page_size
         first, tokens = record.tree_tokens, tokens // size * size
-        if not self.cache_enabled or tokens <= first:
+        if not self.cache_enabled or tokens <= first or record.alone:
             return
         key = request.tokens_between(first, tokens).tobytes()
         pages = request.pages[first // size : tokens // size]
         known, end = self.cache.insert(request.namespace, key, pages, record.node)
         own = pages[: known // size]
         if own:
+            record.borrows = True
             self._drop_duplicates(request, own, self.cache.pages(end, first, first + known))
         new = pages[known // size :]
         if self.events is not None and new:
@@ -307,13 +309,18 @@ class KVMemory:
                 pins.keep(node, key, now + wish.ttl_s)
                 request.pinned_tokens = max(request.pinned_tokens, tokens)
 
-    def drop_computed(self, request: Request) -> None:
-        """Takes what a request has computed and put into the cache out of it, with all that hangs
-        below; what it found there stays."""
-        record = request.scheduling
-        node = record.node
-        if node is not None and not node.dead and record.tree_tokens > record.matched_tokens:
-            self.cache.drop(node, record.matched_tokens)
+    def drop(self, request: Request, first: int, last: int, readers: Iterable[Request]) -> None:
+        """Takes what is cached of a request's tokens from `first` to `last` out of the cache, with
+        all that hangs below, but for what one of the readers has there."""
+        place = Place()
+        self.cache.tree.seek(place, request.namespace, request.scheduling.key, last)
+        end = node = self.cache.end_at(place)
+        kept = _paths(readers)
+        while node is not None and node not in kept:
+            node = node.parent
+        first = max(first, node.end if node is not None else 0)
+        if end is not None and first < end.end:
+            self.cache.drop(end, first)
 
     def is_lost(self, request: Request) -> bool:
         """Whether KV that a request reads is out of the cache, having been dropped."""
@@ -351,6 +358,19 @@ class KVMemory:
 def match_limit(request: Request) -> int:
     """Most tokens of a request that may come from the cache."""
     record = request.scheduling
+    if record.alone:
+        return 0
     if request.sampling.prompt_logprobs is not None and not request.output_ids:
         return 0
     return len(record.key) // TOKEN_BYTES - 1
+
+
+def _paths(requests: Iterable[Request]) -> set[Node]:
+    """Every node that holds a part of what one of these requests has in the cache."""
+    found: set[Node] = set()
+    for request in requests:
+        node = request.scheduling.node
+        while node is not None and node not in found:
+            found.add(node)
+            node = node.parent
+    return found

@@ -167,11 +167,12 @@ class Lifecycle:
         self._leave(request)
         self._return(request, request.length, now)
 
-    def restart_lost(self, now: float) -> None:
-        """Sends requests whose cached prefix has been dropped back into the queue, as soon as no
-        launched step names them."""
-        lost = [r for r in self.live.values() if r.row >= 0 and self.memory.is_lost(r)]
-        for request in lost:
+    def start_anew(self, requests: Sequence[Request], now: float) -> None:
+        """Sends these requests, and those whose cached prefix has been dropped, back into the
+        queue, as soon as no launched step names them."""
+        for request in [r for r in self.live.values() if r.row >= 0]:
+            if request not in requests and not self.memory.is_lost(request):
+                continue
             flight = self._last_flight(request)
             if flight is None:
                 self._leave(request)

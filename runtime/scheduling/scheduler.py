@@ -22,6 +22,12 @@ from runtime.errors import ConfigError, InvalidRequest, InvariantError
 from runtime.request import Finish, FinishReason, RequestOutput
 from runtime.scheduling.accounting import Counters, Reason
 from runtime.scheduling.admission import Admission
+from runtime.scheduling.blame import (
+    acquit,
+    drop_computed,
+    give_second_chances,
+    prompts_without_number,
+)
 from runtime.scheduling.glance import take_glance
 from runtime.scheduling.intake import (
     make_room_in_queue,
@@ -312,10 +318,12 @@ class Scheduler:
         """
         flight = self._life.done(batch)
         self._admission.sizer.observe(batch, output.device_s)
-        outputs, ended = apply_results(batch, output, flight.returning)
+        without_number = prompts_without_number(batch, output)
+        again = give_second_chances(without_number, flight.returning, self._life)
+        outputs, ended = apply_results(batch, output, [*flight.returning, *again])
         self.counters.output_tokens += len(outputs)
-        if output.failed:
-            self._drop_failed(batch, output)
+        drop_computed(without_number, self._life)
+        acquitted = acquit(batch, self._life)
         if self._memory.tier is not None:
             self._prove(batch, output)
         if batch.num_prefill:
@@ -324,8 +332,8 @@ class Scheduler:
             assert news.finish is not None
             self._life.end(news.request, news.finish)
         self._life.committed(flight, now)
-        if output.failed:
-            self._life.restart_lost(now)
+        if without_number or acquitted:
+            self._life.start_anew(again, now)
         return outputs
 
     def _prove(self, batch: ScheduleBatch, output: StepOutput) -> None:
@@ -338,13 +346,6 @@ class Scheduler:
             if index not in output.failed and not self._memory.is_lost(request):
                 request.scheduling.proven = True
                 self._memory.tier.write_behind.proven(request)
-
-    def _drop_failed(self, batch: ScheduleBatch, output: StepOutput) -> None:
-        """What a prompt that gave no token has put into the cache may hold no numbers either."""
-        for index in output.failed:
-            row = batch.sampled[index]
-            if row < batch.num_prefill:
-                self._memory.drop_computed(batch.requests[row])
 
     def _pin_prompts(self, batch: ScheduleBatch, output: StepOutput, now: float) -> None:
         """Prompts that the step has completed are kept as their clients ask, if they are still

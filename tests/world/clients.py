@@ -285,7 +285,6 @@ class Excuses:
         drained_s, dead_s: since when the server drains, or its engine is dead.
         aborts: (from, to, name or None for all) of every order to abort.
         struck: prompts whose row was alone in a step that failed: that is taken for their fault.
-            And those that have read what a prompt left behind which would have given no number.
     """
 
     drained_s: float = float("inf")

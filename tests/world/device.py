@@ -27,7 +27,8 @@ LETTERS = 24
 # A prompt that holds this byte makes every step fail that has it in a row; with the other one, its
 # row gives no number. No answer holds them.
 FAILS, NO_NUMBER = 1, 2
-SPOILT = -1  # KV of a row that gave no number
+SPOILT = -1  # KV of a row that gives no number
+SPOILT_BYTES = SPOILT.to_bytes(4, "little", signed=True)
 
 
 def next_token(crc: int, allowed: Callable[[int], bool] | None = None) -> int:
@@ -100,8 +101,6 @@ class WorldRunner:
         self._slots = array("i", [0]) * (pages * page_size)
         self._table: dict[int, dict[int, int]] = {}
         self._newest: dict[int, int] = {}
-        self._spoilers: dict[int, str] = {}  # of a slot that was spoilt, whose prompt did it
-        self._told: set[str] = set()  # prompts that are known to give no number
         self._free_s = 0.0  # when the device is done with what may sample
         self._launched: list[tuple[ScheduleBatch, LaunchedStep, bool]] = []  # bool: is behind
         self._running = False
@@ -178,7 +177,6 @@ class WorldRunner:
         if self._faults.happens("late step"):
             self._strike(batch)
             raise RuntimeError("a step failed after it had sampled")
-        self._told.update(batch.requests[batch.sampled[i]].request_id for i in output.failed)
         return output
 
     def _strike(self, batch: ScheduleBatch) -> None:
@@ -205,12 +203,12 @@ class WorldRunner:
             else:
                 new = [self._newest[row]]
             request, table = batch.requests[b], self._table[row]
-            spoils = NO_NUMBER in request.input_ids
+            # What is computed from no numbers is none either.
+            reads = self._history(row, start) if b < batch.num_prefill else b""
+            spoils = NO_NUMBER in request.input_ids or SPOILT_BYTES in reads
             for position, token in enumerate(new, start):
                 slot = table[position // size] * size + position % size
                 self._slots[slot] = SPOILT if spoils else token
-                if spoils:
-                    self._spoilers[slot] = request.request_id
         assert at == len(batch.input_ids)
 
     def _history(self, row: int, length: int) -> bytes:
@@ -230,9 +228,8 @@ class WorldRunner:
             assert length == batch.sample_positions[i]
             history = self._history(batch.rows[b], length)
             token = 0
-            if SPOILT.to_bytes(4, "little", signed=True) in history:
+            if SPOILT_BYTES in history:
                 self._faults.counts["no number"] += 1
-                self._note_spoilt(request, batch.rows[b], length)
                 output.failed[i] = "a logit is not a number"
             else:
                 token = next_token(zlib.crc32(history), allowed.get(i))
@@ -241,17 +238,6 @@ class WorldRunner:
             output.token_ids.append(token)
         self._score(batch, output)
         return output
-
-    def _note_spoilt(self, request: Request, row: int, length: int) -> None:
-        """A prompt that has left before its first token was due is known to nobody as one that gives
-        no number: what it has put into the cache fails its readers."""
-        if NO_NUMBER in request.input_ids:
-            return
-        size, table = self._page_size, self._table[row]
-        slots = [table[at // size] * size + at % size for at in range(length)]
-        makers = {self._spoilers[slot] for slot in slots if self._slots[slot] == SPOILT}
-        if not makers & self._told:
-            self._faults.struck.add(tuple(request.input_ids))
 
     def _score(self, batch: ScheduleBatch, output: StepOutput) -> None:
         counts = [batch.requests[b].sampling.logprobs for b in batch.sampled]

@@ -8,17 +8,18 @@ the scheduler keeps for itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from runtime.request import FinishReason, Request
+from runtime.runner import StepOutput
 from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.radix_tree import Node
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Scheduler
-from tests.runtime.scheduling.scheduler_harness import FakeDevice
+from tests.runtime.scheduling.scheduler_harness import SPOILT, FakeDevice
 
 
 @dataclass
@@ -33,6 +34,10 @@ class Life:
     retractions: int = 0
     ending: bool = False
     ended: bool = False
+    outputs_before: int = 0  # tokens that it had when it last started
+    # What it had read of others when it gave no number, until it is known whose fault that was.
+    suspects: dict[int, Any] | None = None
+    starts_anew: bool = False  # as soon as no launched step names it
 
     @property
     def progress(self) -> tuple[int, bool, bool]:
@@ -84,7 +89,7 @@ class NaiveModel:
     lives: dict[str, Life] = field(default_factory=dict)
     launched: list[Launched] = field(default_factory=list)
     owed: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # rows to be tried again
-    restarts: int = -1  # others than victims may start anew until this step is done
+    acquitted: int = 0  # requests that turned out to have read what was no number
     preemptions: int = 0
     arrivals: int = 0
     kept: list[Kept] = field(default_factory=list)  # the one that was asked for last is the last
@@ -152,43 +157,67 @@ class NaiveModel:
             written.update(request.pages[first : last + 1])
         return written
 
-    def committed(self, failed: Sequence[int] = (), now: float = 0.0) -> None:
-        """The oldest step in flight is committed. Args: failed: of its sampled rows."""
+    def commit(self, commit: Callable[[], StepOutput], now: float = 0.0) -> None:
+        """Has the oldest step in flight committed, and looks at who must start anew for it.
+
+        Args: commit: does it, and returns what the step gave.
+        """
         flight = self.launched.pop(0)
-        self._shorten_kept()
-        self._keep_prompts(flight.batch, failed, now)
-        for request in flight.batch.requests:
+        batch = flight.batch
+        prompts = [self.lives[batch.requests[b].request_id] for b in batch.sampled]
+        prompts = prompts[: sum(b < batch.num_prefill for b in batch.sampled)]
+        cached = self._cached_pages()
+        borrowed = [self.device.written_by_others(batch, b) for b in batch.sampled]
+        due = [not (life.ended or life.ending or life.starts_anew) for life in prompts]
+        heads = self._heads() if self.kept else {}
+        failed = commit().failed
+        self._shorten_kept(heads)
+        self._keep_prompts(batch, failed, now)
+        for request in batch.requests:
             self.owed.pop(request.request_id, None)
         self._look_at_ends()
+        for i, life in enumerate(prompts):
+            if due[i]:
+                self._judge(life, borrowed[i], gave_none=i in failed)
+        self._look_for_losses(cached - self._cached_pages())
 
-    def gave_no_number(self, spoilt: set[str]) -> None:
-        """A row of the step just committed failed, and with it what others had read of its KV.
+    def _judge(self, life: Life, borrowed: dict[int, Any], *, gave_none: bool) -> None:
+        """A prompt is complete. Args: borrowed: what it has read that others have computed."""
+        assert life.suspects is None or not borrowed, "it is not alone"
+        if not gave_none:
+            if life.suspects is not None:
+                self.acquitted += self.device.condemn(life.suspects)
+                life.suspects = None
+        elif life.ended:
+            assert not borrowed, "it ended by what others had computed"
+        else:
+            assert life.suspects is None, "it is tried alone a second time"
+            life.suspects = borrowed
+            self._starts_anew(life)
 
-        Args:
-            spoilt: who did so in a step that is in flight.
-        """
-        self.restarts = max([0, *(flight.batch.step for flight in self.launched)])
-        for name, life in self.lives.items():
-            if name in spoilt or self._holds_rubbish(life.request):
-                life.progress = (0, False, False)
+    def _look_for_losses(self, lost: set[int]) -> None:
+        """Who holds what has left the cache starts anew. It has had no tokens from it, but for one
+        that may be older than the last of what it holds."""
+        for life in self.lives.values():
+            request = life.request
+            if request.retractions > life.retractions or lost.intersection(request.pages):
+                tokens = len(request.output_ids) - life.outputs_before
+                assert tokens < 2 or life.ended, "who has had tokens must start anew"
+                self._starts_anew(life)
         self.owed = {name: row for name, row in self.owed.items() if self._goes_on(name)}
 
-    def _holds_rubbish(self, request: Request) -> bool:
-        """Whether a request would go on over KV that is no number: its own, or in pages of the
-        cache that have taken the place of its own. Of steps that were never run nothing is asked.
-        """
-        written = request.length if request.row >= 0 else 0
-        for flight in self.launched:
-            if not self.device.has_run(flight.batch):
-                starts = zip(flight.batch.requests, flight.batch.prefix_lens, strict=True)
-                written = min([written, *(start for other, start in starts if other is request)])
-        size, slots = self.page_size, self.device.slots
-        places = (request.pages[at // size] * size + at % size for at in range(written))
-        return any(slots.get(place) == 0 for place in places)
+    def _starts_anew(self, life: Life) -> None:
+        life.starts_anew = not life.ended
+        life.progress = (0, False, False)
+        for flight in self.launched:  # also if this one fails
+            flight.before[life.request.request_id] = life.progress
+
+    def _cached_pages(self) -> set[int]:
+        return {page for _, pages in self._tree().values() for page in pages}
 
     def failed(self) -> None:
         """Every step in flight is taken back, and the oldest is to be tried again."""
-        self._shorten_kept()
+        self._shorten_kept(self._heads())
         flight = self.launched[0]
         for name, life in self.lives.items():
             life.progress = flight.before.get(name, (0, False, False))
@@ -219,9 +248,6 @@ class NaiveModel:
         """Returns: whether somebody was preempted."""
         preempted = self.scheduler.counters.preemptions > self.preemptions
         self.preemptions = self.scheduler.counters.preemptions
-        restarts = self.restarts >= 0
-        if not any(flight.batch.step <= self.restarts for flight in self.launched):
-            self.restarts = -1
         oldest = min((self.lives[i].order for i in admitted_before), default=-1)
         for life in self.lives.values():
             if life.request.retractions == life.retractions:
@@ -230,9 +256,9 @@ class NaiveModel:
             life.retractions += 1
             named = any(life.request in flight.batch.requests for flight in self.launched)
             assert not named, "retracted while a launched step names its slots"
-            may = preempted or restarts or life.order != oldest
+            may = preempted or life.starts_anew or life.order != oldest
             assert may, "the oldest admitted request was retracted"
-            life.progress = (0, False, False)
+            life.progress, life.starts_anew = (0, False, False), False
         return preempted
 
     def _check_order(self, batch: ScheduleBatch) -> None:
@@ -285,13 +311,20 @@ class NaiveModel:
             if end < total:
                 assert b not in batch.sampled
                 self._check_cut(life, end)
+                self._note_start(life)
                 life.cut = True
             else:
                 assert b in batch.sampled
+                self._note_start(life)
                 life.cut, life.decoding = False, True
                 life.launched = len(request.output_ids) + 1
         cut = [life for life in self.lives.values() if life.cut and not life.ended]
         assert len(cut) <= 1, "more than one prompt is cut"
+
+    def _note_start(self, life: Life) -> None:
+        assert not life.starts_anew, "it goes on over what is no number"
+        if not life.cut:
+            life.outputs_before = len(life.request.output_ids)
 
     def _check_cut(self, life: Life, end: int) -> None:
         """A prompt is cut at the end of a page, later also inside one; but never where cuts are
@@ -313,7 +346,7 @@ class NaiveModel:
         while len(self._pinned()) * self.page_size > most:
             del self.kept[0]
 
-    def _keep_prompts(self, batch: ScheduleBatch, failed: Sequence[int], now: float) -> None:
+    def _keep_prompts(self, batch: ScheduleBatch, failed: Container[int], now: float) -> None:
         """Prompts that were completed are kept as they ask: those that are still wanted, and that
         were not dropped with a row that gave no number."""
         size, config = self.page_size, self.scheduler.config
@@ -341,9 +374,13 @@ class NaiveModel:
                 new.until = max(new.until, one.until) if same else new.until
         self.kept.append(new)
 
-    def _shorten_kept(self) -> None:
-        """What was dropped is not kept any more, but what stands before it is."""
-        heads = self._heads() if self.kept else {}
+    def _shorten_kept(self, before: dict[Head, int]) -> None:
+        """What was dropped is not kept any more, but what stands before it is.
+
+        Args: before: what was cached, with pages; in the place of what was dropped there may be
+            others.
+        """
+        heads = dict(self._heads().items() & before.items()) if self.kept else {}
         shortened: dict[tuple[str, Head], Kept] = {}
         for one in self.kept:
             name, tokens = one.prefix
@@ -490,7 +527,8 @@ class NaiveModel:
             for at, page in enumerate(reversed(pages), 1):
                 first = len(tokens) - at * size
                 found = [device.slots.get(page * size + i) for i in range(size)]
-                assert page in to_come or found == list(chain[first : first + size]), (
+                right = zip(found, chain[first : first + size], strict=True)
+                assert page in to_come or all(kv in (SPOILT, wanted) for kv, wanted in right), (
                     f"{first} tokens and the next {size} can be matched, whose KV is not there"
                 )
 

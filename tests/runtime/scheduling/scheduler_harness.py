@@ -22,6 +22,10 @@ from runtime.scheduling.scheduler import Plan, Scheduler
 from runtime.scheduling.write_behind import PageCopy
 
 EOS = 2
+NO_NUMBER = "a NaN among the logits"
+RUBBISH = 0  # KV by a step that was lost, or by a row that is known to have given no number
+NOBODY = ("", 0, -1)  # has computed what was loaded
+SPOILT = -1  # KV that is no number either, but nobody knows it yet: who reads it gives no number
 
 
 def config(**changes: Any) -> SchedulerConfig:
@@ -75,10 +79,13 @@ class FakeDevice:
     """Runs batches in launch order; returns scripted tokens.
 
     A KV slot holds a hash of everything its content depends on: the namespace, and all tokens up to
-    its position. 0: rubbish, by a step that was lost or a row that gave no number.
+    its position; or RUBBISH, which nobody may read; or SPOILT.
 
     Args:
         script: (request id, output index) to the token that is sampled.
+
+    Attributes:
+        spoilers: by request id, in which of its admissions it computes no numbers; None: in all.
     """
 
     def __init__(
@@ -93,7 +100,9 @@ class FakeDevice:
         self.sampled: dict[str, list[int]] = {}
         self._chains: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         self._traces: dict[int, _Trace] = {}  # by step, of steps that may still be lost
-        self._writer: dict[int, tuple[str, int]] = {}  # of a slot: request, and its how manieth run
+        self.spoilers: dict[str, int | None] = {}
+        # Of a slot: request, its how manieth admission, and step.
+        self._writer: dict[int, tuple[str, int, int]] = {}
         # Slots that a row has read which then gave a token: they cannot have held rubbish.
         self._sound: set[int] = set()
         self.tier = FakeTier()
@@ -105,10 +114,10 @@ class FakeDevice:
         self._write_table(batch, trace)
         assert len(set(batch.rows)) == len(batch.rows), "two rows of a step share a table row"
         chains = [self._store(batch, b, trace) for b in range(len(batch.requests))]
-        for b, chain in enumerate(chains):
-            self._read(batch, b, chain, trace)
+        spoilt = [self._read(batch, b, chain, trace) for b, chain in enumerate(chains)]
         tokens = [self._sample(batch, i, b) for i, b in enumerate(batch.sampled)]
-        return StepOutput(tokens)
+        failed = {i: NO_NUMBER for i, b in enumerate(batch.sampled) if spoilt[b]}
+        return StepOutput(tokens, failed=failed)
 
     def _write_table(self, batch: ScheduleBatch, trace: _Trace) -> None:
         entries = list(zip(batch.table_rows, batch.table_indices, strict=True))
@@ -135,21 +144,28 @@ class FakeDevice:
         chain = chain_of(request.namespace, history)
         slots = [self._slot(batch.rows[b], p) for p in range(start, start + length)]
         self.slots.update(zip(slots, chain[start:], strict=True))
-        run = request.request_id, request.scheduling.admissions
-        self._writer.update(dict.fromkeys(slots, run))
+        name, admission = request.request_id, request.scheduling.admissions
+        if self.spoilers.get(name, -1) in (None, admission):
+            self.slots.update(dict.fromkeys(slots, SPOILT))
+        self._writer.update(dict.fromkeys(slots, (name, admission, batch.step)))
         self._sound.difference_update(slots)
         trace.written.append(slots)
         return chain
 
-    def _read(self, batch: ScheduleBatch, b: int, chain: list[int], trace: _Trace) -> None:
+    def _read(self, batch: ScheduleBatch, b: int, chain: list[int], trace: _Trace) -> bool:
+        """Returns whether it was no number, and what the row has written is none either."""
         slots = [self._slot(batch.rows[b], position) for position in range(len(chain))]
         trace.read.append(slots)
         found = [self.slots[slot] for slot in slots]
-        wrong = [position for position in range(len(chain)) if found[position] != chain[position]]
+        differs = [position for position in range(len(chain)) if found[position] != chain[position]]
+        wrong = [position for position in differs if found[position] != SPOILT]
         assert not wrong, (
             f"step {batch.step}, {batch.requests[b].request_id}: positions {wrong[:8]} hold"
-            f" {'rubbish' if not found[wrong[0]] else 'the KV of other tokens'}"
+            f" {'rubbish' if found[wrong[0]] == RUBBISH else 'the KV of other tokens'}"
         )
+        if differs:
+            self.slots.update(dict.fromkeys(trace.written[b], SPOILT))
+        return bool(differs)
 
     def _sample(self, batch: ScheduleBatch, i: int, b: int) -> int:
         request = batch.requests[b]
@@ -177,7 +193,7 @@ class FakeDevice:
             if trace is None:
                 continue  # it was never launched
             for slot in [slot for slots in trace.written for slot in slots]:
-                self.slots[slot] = 0
+                self.slots[slot] = RUBBISH
             for row in batch.rows:
                 self.next_tokens[row] = -1
             for row, index, before in trace.table if not tables else ():
@@ -186,22 +202,24 @@ class FakeDevice:
     def give_no_number(
         self, batch: ScheduleBatch, b: int, later: Sequence[ScheduleBatch]
     ) -> set[str]:
-        """What a row has written is rubbish, that of a prompt's earlier chunks included, and so is
-        what later steps in flight have built on that; returns whose rows of them."""
-        bad = self._traces[batch.step].written[b]
+        """What a row has written is rubbish, that of a prompt's earlier chunks included but for what
+        others have had tokens from, and so is what later steps in flight have built on that; returns
+        whose rows of them."""
+        bad = set(self._traces[batch.step].written[b])
         if b < batch.num_prefill:
             made = batch.requests[b]
             run = made.request_id, made.scheduling.admissions
-            bad = [slot for slot, writer in self._writer.items() if writer == run]
+            bad = {slot for slot, writer in self._writer.items() if writer[:2] == run}
+            bad -= self._sound
             self.tier.spoil(run)
-        self.slots.update(dict.fromkeys(bad, 0))
+        self.slots.update(dict.fromkeys(bad, RUBBISH))
         spoilt = set()
         for other in later:
             trace = self._traces.get(other.step, _Trace())  # none where it was never run
             for row, made in enumerate(other.requests[: len(trace.read)]):
-                if not all(self.slots[slot] for slot in trace.read[row]):
+                if any(self.slots[slot] == RUBBISH for slot in trace.read[row]):
                     spoilt.add(made.request_id)
-                    self.slots.update(dict.fromkeys(trace.written[row], 0))
+                    self.slots.update(dict.fromkeys(trace.written[row], RUBBISH))
         return spoilt
 
     # The tier below the pool
@@ -210,7 +228,7 @@ class FakeDevice:
         """What a page holds, and whose runs wrote it, as far as that may turn out to be rubbish."""
         slots = range(page * self.page_size, (page + 1) * self.page_size)
         doubtful = [slot for slot in slots if slot not in self._sound]
-        writers = {self._writer[slot] for slot in doubtful if slot in self._writer}
+        writers = {self._writer[slot][:2] for slot in doubtful if slot in self._writer}
         return [self.slots.get(slot, 0) for slot in slots], writers
 
     def write_page(self, page: int, content: Sequence[int]) -> None:
@@ -219,6 +237,29 @@ class FakeDevice:
             self.slots[slot] = value
             self._writer.pop(slot, None)
             self._sound.discard(slot)
+
+    # Whose KV it was
+
+    def gave_numbers(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
+        """These rows of a step gave a token: what they have read was numbers."""
+        for b in rows:
+            self._sound.update(self._traces[batch.step].read[b])
+
+    def written_by_others(self, batch: ScheduleBatch, b: int) -> dict[int, tuple[str, int, int]]:
+        """What a row of a step has read that it had not computed itself since it was admitted: slots
+        with their writers."""
+        made = batch.requests[b]
+        run = made.request_id, made.scheduling.admissions
+        read = self._traces[batch.step].read[b]
+        writers = {slot: self._writer.get(slot, NOBODY) for slot in read}
+        return {slot: writer for slot, writer in writers.items() if writer[:2] != run}
+
+    def condemn(self, writers: dict[int, tuple[str, int, int]]) -> bool:
+        """Where these slots still hold what is no number, it is known now; returns whether any do."""
+        still = [slot for slot, writer in writers.items() if self._writer.get(slot) == writer]
+        known = dict.fromkeys([slot for slot in still if self.slots[slot] == SPOILT], RUBBISH)
+        self.slots.update(known)
+        return bool(known)
 
     def has_run(self, batch: ScheduleBatch) -> bool:
         """Whether a step in flight was launched."""
@@ -231,11 +272,9 @@ class FakeDevice:
             found = self._chains[namespace, tokens] = chain_of(namespace, tokens)
         return found
 
-    def done(self, batch: ScheduleBatch, wrong: Sequence[int] = ()) -> None:
-        """The step is committed: nothing can take it back. Args: wrong: rows without a token."""
-        trace = self._traces.pop(batch.step)
-        for b in set(batch.sampled).difference(wrong):
-            self._sound.update(trace.read[b])
+    def done(self, batch: ScheduleBatch) -> None:
+        """The step is committed: nothing can take it back."""
+        del self._traces[batch.step]
 
 
 @dataclass
@@ -385,15 +424,21 @@ class Driver:
         assert output is not None, "its launch raised"
         void = self.void.pop(batch.step, set())
         later = [other for other, _ in self.in_flight]
-        for index in failed:
-            output.failed[index] = "a NaN among the logits"
+        output.failed.update(dict.fromkeys(failed, NO_NUMBER))
+        self.device.gave_numbers(
+            batch,
+            [
+                b
+                for i, b in enumerate(batch.sampled)
+                if i not in output.failed and batch.requests[b].request_id not in void
+            ],
+        )
+        for index in output.failed:
             spoilt = self.device.give_no_number(batch, batch.sampled[index], later)
             for other in later:
                 self.void.setdefault(other.step, set()).update(spoilt)
         outputs = self.scheduler.commit(batch, output, self.now)
-        wrong = [batch.sampled[index] for index in failed]
-        wrong += [b for b, made in enumerate(batch.requests) if made.request_id in void]
-        self.device.done(batch, wrong)
+        self.device.done(batch)
         for news in outputs:
             assert not news.token_ids or news.request.request_id not in void, "a token of rubbish"
         self.collect(outputs)

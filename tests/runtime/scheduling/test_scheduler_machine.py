@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 
 from runtime.config import SchedulerConfig
 from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
-from runtime.request import Finish, FinishReason, PromptPin, Request
+from runtime.request import Finish, FinishReason, PromptPin, Request, RequestOutput
+from runtime.runner import StepOutput
 from runtime.scheduling.policies import EVICTION_POLICIES, POLICIES
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.runtime.scheduling.naive_model import NaiveModel, expected_tokens
@@ -117,6 +118,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 
 class SchedulerMachine(RuleBasedStateMachine):
     steps = 0  # passes over all examples
+    acquitted = 0  # requests that had read what was no number, and were computed alone
 
     @initialize(made=configs(), overlap=st.booleans(), guilty=st.sampled_from([0, 0, 7]))
     def start(self, made: SchedulerConfig, overlap: bool, guilty: int) -> None:
@@ -162,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra: str,
         priority: int | None = None,
     ) -> None:
-        capacity = self.scheduler.config.usable_tokens
+        capacity = self.capacity
         shared = [10_000 * (family + 1) + i for i in range(int(common * capacity))]
         own = rng.randint(1, max(capacity // rng.choice([3, 6, 20]), 1))
         if shared and rng.random() < 0.25:
@@ -344,6 +346,56 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.plan()
         self.settle(places[seed % len(places)])
 
+    @precondition(lambda self: self.model.lives)
+    @rule(pick=st.integers(0, 1000), for_ever=st.booleans())
+    def spoil(self, pick: int, for_ever: bool) -> None:
+        """A request computes no numbers any more, or none until it starts anew."""
+        live = [life.request for life in self.model.lives.values() if not life.request.finish]
+        if live:
+            made = live[pick % len(live)]
+            admission = made.scheduling.admissions + (made.row < 0)
+            self.driver.device.spoilers[made.request_id] = None if for_ever else admission
+
+    @rule(seed=st.integers(0, 1 << 30), leaves=st.booleans())
+    def leave_rubbish_behind(self, seed: int, leaves: bool) -> None:
+        """A prompt that computes no numbers leaves between two of its pieces, and others begin as it
+        did."""
+        rng = random.Random(seed)
+        most = min(self.capacity // 2, self.scheduler.config.context_length // 2)
+        tokens = range(500_000 + seed % 1000, 500_000 + seed % 1000 + most)
+        name = self.add_tokens(tokens, priority=10)
+        if name is None:
+            return
+        self.driver.device.spoilers[name] = None
+        made, pieces = self.model.lives[name].request, rng.randint(2, 3)
+        for _ in range(12):
+            while len(self.driver.in_flight) > self.driver.overlap:
+                self.settle()
+            if not pieces or not self.plan():
+                break
+            pieces -= made in self.driver.in_flight[-1][0].requests
+        if leaves and self.scheduler.abort(name):
+            self.model.marked(name)
+            self.frozen.setdefault(name, 0)
+        for _ in range(rng.randint(1, 3)):
+            own = range(900_000 + self.count, 900_000 + self.count + rng.randint(1, 40))
+            shared = tokens[: rng.randint(len(tokens) // 3, len(tokens))]
+            self.add_tokens([*shared, *own], rng.choice([0, 10]))
+        self.check()
+
+    def add_tokens(self, tokens: Sequence[int], priority: int) -> str | None:
+        made = request(f"r{self.count}", tokens, 5, arrival_s=self.driver.now, priority=priority)
+        with suppress(ContextTooLong, QueueFull):
+            self.driver.add(made)
+            self.model.added(made)
+            self.count += 1
+            return made.request_id
+        return None
+
+    @property
+    def capacity(self) -> int:
+        return self.scheduler.config.usable_tokens
+
     def settle_if_any(self) -> None:
         if self.driver.in_flight:
             self.settle()
@@ -429,6 +481,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.assert_all_free()
         for name, life in self.model.lives.items():
             self._check_answer(name, life.request)
+        type(self).acquitted += self.model.acquitted
 
     # The loop's parts
 
@@ -476,10 +529,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             output.device_s = step_seconds(batch)
             failed = [bad % len(batch.sampled)] if bad is not None and batch.sampled else []
-            news = self.driver.commit(failed)
-            self.model.committed(failed, self.driver.now)
-            if failed:
-                self.model.gave_no_number(set().union(*self.driver.void.values()))
+            news: list[RequestOutput] = []
+
+            def commit() -> StepOutput:
+                news.extend(self.driver.commit(failed))
+                return output
+
+            self.model.commit(commit, self.driver.now)
             for output_of_one in news:
                 made = output_of_one.request
                 if output_of_one.token_ids:
@@ -532,7 +588,7 @@ class TieredMachine(SchedulerMachine):
 
 @pytest.mark.slow
 def test_random_lives_break_no_rule() -> None:
-    SchedulerMachine.steps = 0
+    SchedulerMachine.steps = SchedulerMachine.acquitted = 0
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
@@ -545,6 +601,7 @@ def test_random_lives_break_no_rule() -> None:
         ),
     )
     assert SchedulerMachine.steps >= STEPS
+    assert SchedulerMachine.acquitted >= 3
 
 
 @pytest.mark.slow
@@ -616,8 +673,14 @@ def test_the_naive_model_refuses_what_was_never_written() -> None:
     driver.add(made)
     model.added(made)
     model.planned(driver.plan().batch, set())
-    driver.commit()
-    model.committed()
+    _, output = driver.in_flight[0]
+    assert output is not None
+
+    def commit() -> StepOutput:
+        driver.commit()
+        return output
+
+    model.commit(commit)
     model.check()
     (root,) = driver.scheduler._memory.cache.tree.roots.values()
     (node,) = root.children.values()
