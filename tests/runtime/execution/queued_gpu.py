@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 NOT_YET, ANSWER = 201, 5  # what a copy to the host gives before and after it is done
 DEVICE = torch.device("meta")
 _ATEN = torch.ops.aten
+_READS = (_ATEN._local_scalar_dense.default, _ATEN.item.default)
 
 
 class Misuse(AssertionError):
@@ -177,13 +178,26 @@ class FakeGpu:
     def _on(self, stream: FakeStream) -> Iterator[None]:
         before, self._here.stream = self._stream, stream
         try:
-            with Watch(self):
+            with self.watched():
                 yield
         finally:
             self._here.stream = before
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """In the block this thread's operations on device tensors are queued."""
+        if getattr(self._here, "watched", False):
+            yield
+            return
+        self._here.watched = True
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            self._here.watched = False
 
-class Watch(TorchDispatchMode):
+
+class _Watch(TorchDispatchMode):
     """Has every operation on device tensors queued."""
 
     def __init__(self, gpu: FakeGpu) -> None:
@@ -191,24 +205,25 @@ class Watch(TorchDispatchMode):
         self._gpu = gpu
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        # In inference mode composite operations come whole.
         kwargs = kwargs or {}
-        if func is _ATEN._to_copy.default:
-            source, target = args[0].device, kwargs.get("device") or args[0].device
-            if source != DEVICE and target == DEVICE:
-                self._gpu.copy_in(args[0], waits=not kwargs.get("non_blocking"))
-                return func(*args, **kwargs)
-            if source == DEVICE and target != DEVICE:
-                raise Misuse("the host waits for a tensor")
+        waits = not (kwargs.get("non_blocking") or any(arg is True for arg in args))
         if func is _ATEN.copy_.default and args[0].device != args[1].device:
-            waits = not (kwargs.get("non_blocking") or args[2:] == (True,))
             if args[0].device == DEVICE:
                 self._gpu.copy_in(args[1], waits=waits)
             else:
                 self._gpu.copy_out(args[0], waits=waits)
             return args[0]
-        if func is _ATEN._local_scalar_dense.default and args[0].device == DEVICE:
+        if func in _READS and args[0].device == DEVICE:
             raise Misuse("the host waits for a value")
+        moves = func.overloadpacket in (_ATEN.to, _ATEN._to_copy)
+        target = [x for x in (*args[1:], kwargs.get("device")) if isinstance(x, torch.device)]
+        if moves and args[0].device == DEVICE and target not in ([], [DEVICE]):
+            raise Misuse("the host waits for a tensor")
         result = func(*args, **kwargs)
+        if moves and args[0].device != result.device:
+            self._gpu.copy_in(args[0], waits=waits)
+            return result
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
         if any(tensor.device == DEVICE for tensor in tensors):
             self._gpu.queue(str(func))

@@ -16,7 +16,7 @@ from ops.reference import ReferenceOps
 from runtime.execution.device import Device
 from runtime.execution.page_mover import PageMover
 from tests.ops.gpu.tiny_decoder import PAGE_SIZE, make_device, make_runner
-from tests.runtime.execution.queued_gpu import ANSWER, DEVICE, FakeGpu, Watch
+from tests.runtime.execution.queued_gpu import ANSWER, DEVICE, FakeGpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,7 +58,7 @@ def test_on_a_gpu_pages_move_on_a_stream_of_their_own_through_pinned_memory(
     device = replace(plain, queued=True, pinned=True)
     assert isinstance(device, Device)
     runner = make_runner(device)
-    with Watch(gpu):
+    with gpu.watched():
         mover = PageMover(device, runner.memory.pool, PAGE_SIZE)
         gpu.strict = True
         found: list[np.ndarray] = []

@@ -19,7 +19,7 @@ from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.request import SamplingParams
 from runtime.runner import SampleMasks
 from tests.ops.gpu.tiny_decoder import VOCAB_SIZE, make_device, make_runner
-from tests.runtime.execution.queued_gpu import ANSWER, DEVICE, FakeGpu, Misuse, Watch
+from tests.runtime.execution.queued_gpu import ANSWER, DEVICE, FakeGpu, Misuse
 from tests.runtime.execution.test_forward_batch import random_batch
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def runner(gpu: FakeGpu, device: Device, monkeypatch: pytest.MonkeyPatch) -> Ite
     runner = make_runner(device)
     assert gpu.commands == ["wait_stream"], "what was set up before comes first"
     gpu.strict = True
-    with Watch(gpu):
+    with gpu.watched():
         yield runner
     gpu.run()
     runner.close()
@@ -195,5 +195,5 @@ def test_the_fake_finds_what_it_is_for(gpu: FakeGpu, device: Device) -> None:
         with pytest.raises(Misuse, match="who queues work waits"):
             event.synchronize()
     gpu.strict = True
-    with Watch(gpu), pytest.raises(Misuse, match="default stream"):
+    with gpu.watched(), pytest.raises(Misuse, match="default stream"):
         there + there
