@@ -49,10 +49,16 @@ class QueuedDevice(Device):
     def stream(self) -> None:
         return None
 
+    def probe(self) -> None:
+        return
+
 
 def make_queued_device(ops: Backend) -> QueuedDevice:
     """See `make_device`."""
-    device = make_device(ops)
+    return queued(make_device(ops))
+
+
+def queued(device: Device) -> QueuedDevice:
     fields = {name: getattr(device, name) for name in Device.__slots__}
     return QueuedDevice(**fields | {"queued": True})
 

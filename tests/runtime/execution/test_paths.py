@@ -15,8 +15,13 @@ import torch
 
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.execution.build import build_runner
+from runtime.execution.graph_capture import GraphPlan, capture_graphs
+from runtime.execution.model_runner import ModelRunner
+from runtime.execution.packed_step import StepShape
 from runtime.request import FinishReason, SamplingParams
 from runtime.scheduling.scheduler import Scheduler
+from tests.ops.gpu.eager_recorder import EagerRecorder
+from tests.ops.gpu.tiny_decoder import queued
 from tests.runtime.execution.drivers import Run, request, run
 from tests.runtime.models.tiny_models import expected_logits, make_model, random_tokens
 from tests.values import present
@@ -27,7 +32,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from runtime.execution.model_runner import ModelRunner
     from runtime.request import Request
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
@@ -55,18 +59,37 @@ def model(folder: Path) -> PreTrainedModel:
     return make_model(folder, "llama", scale=0.12, seed=5)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("torch", marks=pytest.mark.slow), "auto"])
+def with_graphs(built: ModelRunner) -> ModelRunner:
+    """The model on a device that queues work; steps of up to 20 tokens in 12 rows are captured."""
+    runner = ModelRunner(queued(built.device), built.decoder, built.sizes)
+    shapes = [StepShape(8, 8, 8, 8), StepShape(20, 12, 12, 12)]
+    capture_graphs(runner, GraphPlan([1, 4, 12], shapes), EagerRecorder())
+    return runner
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("torch", marks=pytest.mark.slow),
+        pytest.param("torch, queued, with graphs", marks=pytest.mark.slow),
+        "auto",
+    ],
+)
 def runner(
     folder: Path, model: PreTrainedModel, request: pytest.FixtureRequest
 ) -> Iterator[ModelRunner]:
+    kernels, *graphs = request.param.split(", ", 1)
     config = RunnerConfig(
         model=str(folder),
         device="cpu",
         max_total_tokens=POOL,
-        cpu_kernels=request.param,
+        cpu_kernels=kernels,
         cpu_threads=1,
     )
     runner, _ = build_runner(config, page_size=4, max_running_requests=16)
+    if graphs:
+        runner.close()
+        runner = with_graphs(runner)
     yield runner
     runner.close()
 

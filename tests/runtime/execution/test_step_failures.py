@@ -11,10 +11,14 @@ import torch
 import runtime.execution.model_runner as model_runner
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.execution.build import build_runner
+from runtime.execution.graph_capture import GraphPlan, capture_graphs
 from runtime.execution.launchers import StreamLauncher, ThreadLauncher
 from runtime.execution.model_runner import ModelRunner, ModelStep
+from runtime.execution.packed_step import StepShape
 from runtime.request import FinishReason, Request, SamplingParams
 from runtime.scheduling.scheduler import Scheduler
+from tests.ops.gpu.eager_recorder import EagerRecorder
+from tests.ops.gpu.tiny_decoder import queued
 from tests.runtime.execution.drivers import Generated, Run, request, run
 from tests.runtime.models.tiny_models import make_model, random_tokens
 
@@ -46,13 +50,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     runner.close()
 
 
-@pytest.fixture(params=[ThreadLauncher, StreamLauncher])
+@pytest.fixture(params=[ThreadLauncher, StreamLauncher, "graphs"])
 def runner(
     built: ModelRunner, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ModelRunner]:
+    device = built.device
     if request.param is StreamLauncher:
-        monkeypatch.setattr(model_runner, "ThreadLauncher", lambda: StreamLauncher(built.device))
-    runner = ModelRunner(built.device, built.decoder, built.sizes)
+        monkeypatch.setattr(model_runner, "ThreadLauncher", lambda: StreamLauncher(device))
+    elif request.param == "graphs":
+        device = queued(device)
+    runner = ModelRunner(device, built.decoder, built.sizes)
+    if request.param == "graphs":  # some steps of this load are captured, some are not
+        capture_graphs(runner, GraphPlan([2, 4], [StepShape(18, 4, 4, 4)]), EagerRecorder())
     yield runner
     runner.close()
 
