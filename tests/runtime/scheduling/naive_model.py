@@ -436,6 +436,9 @@ class NaiveModel:
         }
 
     def _check_pins(self) -> None:
+        pins = self.scheduler._memory.cache.pins
+        if not (self.kept or pins.tokens or len(pins)):
+            return
         assert self._pins() == self.kept
         pinned = self.scheduler.statistics().pinned_tokens
         config = self.scheduler.config
