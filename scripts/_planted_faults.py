@@ -106,13 +106,12 @@ AREAS = {
         f"{EXECUTION_TESTS}/test_launchers.py",
         "tests/ops/test_mixed_attention.py",
         "tests/ops/gpu/test_warm_up_covers.py",
-        "tests/ops/gpu/test_triton_sources.py",
         "tests/ops/gpu/test_triton_attention_faults.py",
     ),
 }
 
-# Areas whose slow tests look as well: a compiler, or an interpreter, takes seconds.
-SLOW_TOO = ("gpu",)
+# Slow tests that look as well, where fast ones have seen nothing: a compiler takes seconds.
+SLOW_TOO = {"gpu": ("tests/ops/gpu/test_triton_sources.py",)}
 
 
 def _planted(area: str, file: str, *changes: tuple[str, str]) -> list[Plant]:
