@@ -5,19 +5,26 @@ All runs are Llama-3.1-8B on one H200 as `runtime.simulation.machines` models it
 
 from __future__ import annotations
 
+import random
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runtime.simulation.machines import machine
-from runtime.simulation.report import Summary, markdown_table, share_within, summarize
+from runtime.simulation.report import (
+    Summary,
+    markdown_table,
+    percentile,
+    share_within,
+    summarize,
+)
 from runtime.simulation.scenario import simulate
-from runtime.simulation.workloads import Workload, in_order
+from runtime.simulation.workloads import Arrival, Workload, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runtime.simulation.simulator import SimulationResult
-    from runtime.simulation.workloads import Arrival
 
 MACHINE = "h200-llama-8b"
 TARGET_MS = 25.0
@@ -115,6 +122,28 @@ def shared_prefixes() -> list[Arrival]:
     ).arrivals()
 
 
+def conversations() -> list[Arrival]:
+    """60 conversations of 8 turns, each with a beginning of its own of 4,000 tokens (a system
+    prompt, tools, files), and a minute between turns: several times what the pool keeps."""
+    draw = random.Random(5)
+    made: list[Arrival] = []
+    for index in range(60):
+        history = _tokens(draw, 4000)
+        time_s = draw.uniform(0.0, 120.0)
+        for turn in range(8):
+            history = history + _tokens(draw, draw.randint(200, 1500))
+            answer = _tokens(draw, draw.randint(100, 300))
+            name = f"c{index}.{turn}"
+            made.append(Arrival(time_s, history, len(answer), len(answer), name, output_ids=answer))
+            history = history + answer
+            time_s += 20.0 + round(draw.expovariate(1 / 40.0), 9)
+    return in_order(made)
+
+
+def _tokens(draw: random.Random, count: int) -> array[int]:
+    return array("i", array("H", draw.randbytes(2 * count)))
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"
 
@@ -158,6 +187,18 @@ def _first_tokens(result: SimulationResult, summary: Summary, _: Variant) -> tup
         _ms(max(cold)),
         f"{summary.cached_share:.0%}",
         f"{summary.output_tokens_per_s:,.0f}",
+    )
+
+
+def _turns(result: SimulationResult, summary: Summary, _: Variant) -> tuple[str, ...]:
+    later = sorted(r.ttft_s for r in result.requests if not r.request_id.endswith(".0"))
+    computed = sum(result.steps.prefill_tokens)
+    return (
+        _ms(later[len(later) // 2]),
+        _ms(percentile(later, 0.99)),
+        f"{summary.cached_share:.0%}",
+        f"{computed:,}",
+        f"{summary.device_share:.0%}",
     )
 
 
@@ -312,5 +353,28 @@ EXPERIMENTS = (
         ),
         ("TTFT mean, ms", "TTFT p99", "largest, cold", "cached", "out tok/s"),
         _first_tokens,
+    ),
+    Experiment(
+        "A tier below the pool (60 conversations of 8 turns, a minute between turns)",
+        conversations,
+        (
+            Variant(
+                "none",
+                "Whoever comes back after a minute finds his conversation evicted.",
+                _SMALL_POOL,
+            ),
+            Variant(
+                "host memory, 32 GiB",
+                "It holds a third of them: what comes back is often what had to go last.",
+                {**_SMALL_POOL, "kv_tier_pages": 16_384, "kv_load_tokens": 64},
+            ),
+            Variant(
+                "host memory, 128 GiB",
+                "A turn computes what is new in it, and what is old costs a copy.",
+                {**_SMALL_POOL, "kv_tier_pages": 65_536, "kv_load_tokens": 64},
+            ),
+        ),
+        ("later turns: TTFT p50, ms", "p99", "cached", "prompt tokens computed", "device busy"),
+        _turns,
     ),
 )

@@ -41,7 +41,11 @@ def simulate(
     if static_batching:
         scheduler = StaticBatching(scheduler, config.max_running_requests)
     simulator = Simulator(
-        scheduler, StepTimer(machine.cost, seed), overlap=overlap, host=machine.host
+        scheduler,
+        StepTimer(machine.cost, seed),
+        overlap=overlap,
+        host=machine.host,
+        tier=machine.tier,
     )
     return simulator.run(arrivals)
 
@@ -78,6 +82,12 @@ class StaticBatching:
 
     def commit(self, batch: ScheduleBatch, output: StepOutput, now: float) -> list[RequestOutput]:
         return self._inner.commit(batch, output, now)
+
+    def stored(self, copy_id: int, pages: int) -> int:
+        return self._inner.stored(copy_id, pages)
+
+    def loaded(self, load_id: int, pages: int) -> None:
+        self._inner.loaded(load_id, pages)
 
     def statistics(self) -> SchedulerStatistics:
         return self._inner.statistics()

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 from runtime.errors import LoomserveError
 from runtime.request import Finish, FinishReason, Request, RequestOutput, SamplingParams
 from runtime.runner import StepOutput
+from runtime.scheduling.kv_tier import PageLoad
 from runtime.simulation.cost_model import StepTimer, StepWork
+from runtime.simulation.tier import SimulatedTier, TierTimes
 from runtime.simulation.virtual_clock import VirtualClock
 from runtime.simulation.workloads import EOS_TOKEN_ID, Arrival
 
@@ -45,6 +47,8 @@ class Schedules(Protocol):
     def commit(
         self, batch: ScheduleBatch, output: StepOutput, now: float
     ) -> list[RequestOutput]: ...
+    def stored(self, copy_id: int, pages: int) -> int: ...
+    def loaded(self, load_id: int, pages: int) -> None: ...
     def statistics(self) -> SchedulerStatistics: ...
 
 
@@ -146,6 +150,7 @@ class Simulator:
         *,
         overlap: bool = True,
         host: HostCost | None = None,
+        tier: TierTimes | None = None,
         watch: Watches | None = None,
     ) -> None:
         self.clock = VirtualClock()
@@ -153,6 +158,7 @@ class Simulator:
         self._timer = timer
         self._overlap = overlap
         self._host = host or HostCost()
+        self._tier = SimulatedTier(tier or TierTimes())
         self._watch = watch
         self._device_free_s = 0.0
         self._busy_s = 0.0
@@ -188,6 +194,7 @@ class Simulator:
             self._advance(self.clock.now)
             plan = self._scheduler.plan(self.clock.now)
             self._deliver(plan.ended)
+            self._tier.begin(plan, self.clock.now)
             launched = self._launch(plan.batch) if plan.batch is not None else None
             if in_flight is not None:
                 self._commit(in_flight)
@@ -207,7 +214,11 @@ class Simulator:
                 if self._next < len(self._arrivals)
                 else time_s + 1.0
             )
-            if self._aborts and self._aborts[0][0] <= min(arrival_s, time_s):
+            tier_s = self._tier.end_s
+            if tier_s is not None and tier_s <= min(arrival_s, time_s):
+                self.clock.advance_to(max(tier_s, self.clock.now))
+                self._end_copy()
+            elif self._aborts and self._aborts[0][0] <= min(arrival_s, time_s):
                 abort_s, request_id = heapq.heappop(self._aborts)
                 self.clock.advance_to(max(abort_s, self.clock.now))
                 self._scheduler.abort(request_id)
@@ -218,6 +229,13 @@ class Simulator:
             else:
                 break
         self.clock.advance_to(time_s)
+
+    def _end_copy(self) -> None:
+        done = self._tier.take_done()
+        if isinstance(done, PageLoad):
+            self._scheduler.loaded(done.load_id, len(done.pages))
+        else:
+            self._scheduler.stored(done.copy_id, len(done.pages))
 
     def _arrive(self, arrival: Arrival) -> None:
         request = Request(
@@ -328,6 +346,8 @@ class Simulator:
         pending = [self._arrivals[self._next].arrival_s] if self._next < len(self._arrivals) else []
         if self._aborts:
             pending.append(self._aborts[0][0])
+        if self._tier.end_s is not None:
+            pending.append(self._tier.end_s)
         if self._scheduler.has_unfinished:
             if not pending and self.clock.now - self._idle_since_s > STUCK_AFTER_S:
                 raise LoomserveError(

@@ -8,7 +8,13 @@ import pytest
 
 from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.cost_model import StepTimer, StepWork
-from runtime.simulation.experiments import EXPERIMENTS, MACHINE, TARGET_MS, TIGHT_MS
+from runtime.simulation.experiments import (
+    EXPERIMENTS,
+    MACHINE,
+    TARGET_MS,
+    TIGHT_MS,
+    conversations,
+)
 from runtime.simulation.machines import machine
 from runtime.simulation.report import Summary, share_within, summarize
 from runtime.simulation.scenario import simulate
@@ -96,6 +102,26 @@ def test_policies_trade_mean_against_tail() -> None:
     assert mean["lpm, no age bound"] < mean["lpm"] < mean["hrrn"] < mean["fcfs"] / 2
     assert p99["lpm"] < p99["lpm, no age bound"] < p99["fcfs"]
     assert cold["hrrn"] < cold["lpm"] < cold["lpm, no age bound"]
+
+
+def test_a_tier_that_holds_all_conversations_leaves_little_to_compute_again() -> None:
+    runs = runs_of("A tier")
+    computed = {name: sum(result.steps.prefill_tokens) for name, (result, _) in runs.items()}
+    new = len({tuple(a.input_ids[:4000]) for a in conversations()}) * 4000
+    asked = {a.request_id: len(a.input_ids) for a in conversations()}
+    for name, tokens in asked.items():
+        conversation, turn = name.split(".")
+        before = f"{conversation}.{int(turn) - 1}"
+        new += tokens - 4000 if turn == "0" else tokens - asked[before]
+    # Nothing less than what no request had before can do; answers were computed as outputs.
+    all_of_them = "host memory, 128 GiB"
+    assert computed[all_of_them] < 1.1 * new
+    assert computed[all_of_them] < computed["host memory, 32 GiB"] < computed["none"]
+    assert computed["none"] > 4 * new
+    p50 = {name: summary.ttft.p50 for name, (_, summary) in runs.items()}
+    assert p50[all_of_them] < p50["none"] / 2
+    loads = runs[all_of_them][0].statistics.counters
+    assert loads.failed_loads == loads.failed_copies == 0
 
 
 class Watched(Scheduler):
