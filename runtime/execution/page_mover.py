@@ -33,11 +33,14 @@ class PageMover:
 
     def __init__(self, device: Device, pool: KVPool, page_size: int) -> None:
         self._device = device
-        # [pages, bytes of a page in this tensor] uint8, whatever stands in them.
-        self._pools = [
+        raw = [
             tensor.view(torch.uint8).view(len(tensor) // page_size, -1) for tensor in pool.tensors()
         ]
-        self._widths = [pool.shape[1] for pool in self._pools]
+        self._widths = [part.shape[1] for part in raw]
+        # Whatever stands in them, as words where that goes: a fourth of the time on a CPU.
+        words = all(width % 8 == 0 for width in self._widths)
+        self._word = torch.int64 if words else torch.uint8
+        self._pools = [part.view(self._word) for part in raw]
         self._stream = device.stream()
         self.page_bytes = sum(self._widths)
 
@@ -52,7 +55,7 @@ class PageMover:
         fence.synchronize()
         first = 0
         for part, width in zip(host, self._widths, strict=True):
-            out[:, first : first + width] = part.numpy()
+            out[:, first : first + width] = part.view(torch.uint8).numpy()
             first += width
         return out
 
@@ -81,4 +84,4 @@ class PageMover:
     def queue_writes(self, index: Tensor, parts: Sequence[Tensor]) -> None:
         """Starts the copies into the pool. Args: parts: [n, width] uint8, on the device."""
         for pool, part in zip(self._pools, parts, strict=True):
-            pool.index_copy_(0, index, part)
+            pool.index_copy_(0, index, part.view(self._word))

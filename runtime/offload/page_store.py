@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("loomserve.offload")
 
-_WRITE_BYTES = 8 << 20  # at once: what a load may have to wait for
+_PIECE_BYTES = 8 << 20  # written at once, which a load may have to wait for; or loaded at once
 _UNWRITTEN_BYTES = 256 << 20  # from here on writes go before copies
 
 
@@ -183,19 +183,29 @@ class PageStore:
 
     def _load(self, load: PageLoad) -> None:
         count = 0
+        most = max(_PIECE_BYTES // self._mover.page_bytes, 1)
         try:
-            found = []
-            for frame in load.frames:
-                kv = self._find(frame)
-                if kv is None:
+            while count < len(load.frames):
+                wanted = load.frames[count : count + most]
+                found = self._find_some(wanted)
+                if found:
+                    self._mover.write(load.pages[count : count + len(found)], np.stack(found))
+                count += len(found)
+                if len(found) < len(wanted):
                     break
-                found.append(np.frombuffer(kv, dtype=np.uint8))
-            if found:
-                self._mover.write(load.pages[: len(found)], np.stack(found))
-            count = len(found)
         except Exception:
             log.exception("pages of KV could not be copied to the device")
         self._loaded(load.load_id, count)
+
+    def _find_some(self, frames: Sequence[int]) -> list[np.ndarray]:
+        """What these frames hold, up to the first that cannot be had."""
+        found = []
+        for frame in frames:
+            kv = self._find(frame)
+            if kv is None:
+                break
+            found.append(np.frombuffer(kv, dtype=np.uint8))
+        return found
 
     def _find(self, frame: int) -> bytes | memoryview | None:
         """What a frame holds; None where it cannot be had."""
@@ -224,7 +234,7 @@ class PageStore:
 
     def _write_some(self) -> None:
         with self._changed:
-            most = max(_WRITE_BYTES // self._mover.page_bytes, 1)
+            most = max(_PIECE_BYTES // self._mover.page_bytes, 1)
             pages = list(self._unwritten.values())[:most]
         if self._file is None or not pages:
             return

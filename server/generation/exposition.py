@@ -98,6 +98,11 @@ _GAUGES: Sequence[Gauge] = (
         lambda s, m: s.pinned_tokens,
     ),
     (
+        "loomserve:kv_tier_tokens",
+        "KV tokens kept below the pool, in host memory or the file",
+        lambda s, m: s.tier_tokens,
+    ),
+    (
         "loomserve:kv_private_tokens",
         "KV tokens of running requests outside the prefix cache",
         lambda s, m: s.private_tokens,
@@ -178,6 +183,21 @@ _COUNTS: Sequence[Count] = (
         "sglang:num_aborted_requests",
         "Requests aborted",
         lambda c: c.finished.get("abort", 0),
+    ),
+    (
+        "loomserve:loaded_tokens",
+        "Tokens whose KV came back from below the pool",
+        lambda c: c.loaded_tokens,
+    ),
+    (
+        "loomserve:failed_loads",
+        "Loads from below the pool of which not every page could be read",
+        lambda c: c.failed_loads,
+    ),
+    (
+        "loomserve:failed_copies",
+        "Copies to below the pool of which not every page was done",
+        lambda c: c.failed_copies,
     ),
     (
         "loomserve:chunks",

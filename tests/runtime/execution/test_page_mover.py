@@ -68,7 +68,7 @@ def test_on_a_gpu_pages_move_on_a_stream_of_their_own_through_pinned_memory(
         assert not found, "nothing is read before the device has done it"
         gpu.run()
         reading.join(timeout=30)
-        assert (found[0] == ANSWER).all()
+        assert (found[0].view(np.int64) == ANSWER).all()
         assert gpu.commands.count("copy out") == len(runner.memory.pool.tensors())
         writing = threading.Thread(target=lambda: mover.write([6, 8], found[0]))
         writing.start()
