@@ -11,6 +11,7 @@ from runtime.scheduling.kv_memory import match_limit
 from runtime.scheduling.page_allocator import whole_pages
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
 from runtime.scheduling.prefill_delayer import PrefillDelayer
+from runtime.scheduling.radix_cache import PrefixMatch
 from runtime.scheduling.radix_tree import TOKEN_BYTES
 from runtime.scheduling.retraction import WithoutVictims, fewest_victims, preemption_order
 from runtime.scheduling.waiting_queue import QueueOrder
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from runtime.scheduling.kv_memory import KVMemory
     from runtime.scheduling.lifecycle import Lifecycle
     from runtime.scheduling.prefill_adder import Memory
-    from runtime.scheduling.radix_cache import PrefixMatch
     from runtime.scheduling.radix_tree import Node
     from runtime.scheduling.schedule_batch import Admitted
 
@@ -158,13 +158,16 @@ class Admission:
         life = self._life
         running = [request for request in life.running if request not in victims]
         chunked = None if life.chunked in victims else life.chunked
-        memory = WithoutVictims(self._memory, victims)
+        left = self._memory.left_by(victims, candidate, match.tokens)
+        memory = WithoutVictims(self._memory, victims, left)
         adder = self._adder(ratio, self._size(running, chunked), running, memory)
         if chunked is not None:
             pending = PendingPrefixes(self._memory)
             pending.add(chunked)
             if pending.worth_waiting(candidate, match):
                 return False
+        match = PrefixMatch(match.tokens + left, match.node)
+        if chunked is not None:
             credit, most = self._credit_in(adder, chunked), self._most_ahead(adder, running)
             ahead = credit and candidate.priority >= chunked.priority
             if not (ahead and adder.add_ahead(candidate, match, chunked, credit, most)):

@@ -143,6 +143,22 @@ class KVMemory:
             return None
         return PrefixMatch(record.place.tokens, self.cache.end_at(record.place))
 
+    def left_by(self, victims: Iterable[Request], request: Request, cached: int) -> int:
+        """How much more of a waiting request would be cached if the victims were retracted: what
+        they have computed of the same tokens. Args: cached: tokens that are already."""
+        tree, key = self.cache.tree, request.scheduling.key
+        end = min(match_limit(request) * TOKEN_BYTES, len(key))
+        found, following = cached, cached + self.page_size
+        for victim in victims if self.cache_enabled else ():
+            if victim.namespace != request.namespace or victim.scheduling.alone:
+                continue
+            # One page tells of nearly all that they have no more in common.
+            page = victim.tokens_between(cached, following).tobytes()
+            if key.startswith(page, cached * TOKEN_BYTES):
+                theirs = victim.tokens_between(0, victim.length).tobytes()
+                found = max(found, tree.shared_bytes(theirs, key, 0, end) // TOKEN_BYTES)
+        return found - cached
+
     def start(self, request: Request, match: PrefixMatch) -> None:
         """Gives an admitted request its row and its cached prefix, which the caller has locked."""
         record = request.scheduling

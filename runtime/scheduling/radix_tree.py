@@ -176,7 +176,7 @@ class RadixTree:
             if left:
                 rest = run[inside:] if inside else run
                 if left > end - at or not key.startswith(rest, at):
-                    at += self._shared_bytes(rest, key, at, end)
+                    at += self.shared_bytes(rest, key, at, end)
                     break
                 at += left
                 if at >= end:
@@ -189,7 +189,7 @@ class RadixTree:
         self.visits += visits
         return node, at
 
-    def _shared_bytes(self, run: bytearray, key: bytes, at: int, end: int) -> int:
+    def shared_bytes(self, run: bytes | bytearray, key: bytes, at: int, end: int) -> int:
         """Bytes of whole pages that `run` and key[at:end] begin with alike; not all of `run`."""
         unit = self._page_bytes
         low, high = 0, min(len(run), end - at) // unit

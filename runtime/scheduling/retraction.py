@@ -144,11 +144,13 @@ class WithoutVictims:
 
     Args:
         memory: the pool as it is; changed by locks alone.
+        left: tokens of theirs that the candidate would then find in the cache, and keep there.
     """
 
-    def __init__(self, memory: KVMemory, victims: Sequence[Request]) -> None:
+    def __init__(self, memory: KVMemory, victims: Sequence[Request], left: int) -> None:
         self._memory = memory
         self._victims = victims
+        self._left = left
         self._count()
 
     def _count(self) -> None:
@@ -156,7 +158,7 @@ class WithoutVictims:
         released = Releasable(self._memory)
         for victim in self._victims:
             released.add(victim)
-        self.available_tokens = self._memory.available_tokens + released.tokens
+        self.available_tokens = self._memory.available_tokens + released.tokens - self._left
 
     def lock(self, node: Node | None) -> None:
         """Keeps a matched prefix."""

@@ -106,6 +106,33 @@ class TestWhoCannotStart:
         assert driver.scheduler.counters.preemptions == 0
         driver.run()
 
+    @pytest.mark.parametrize("shared", [0, 1])
+    def test_for_want_of_a_place_to_cut_behind_what_a_victim_leaves(self, shared: int) -> None:
+        """The pending chunk ends in this step and leaves 64 tokens of it. From position 0 they reach a
+        place where a prompt may be cut, but not from 128, which is where the candidate finds itself
+        once the victim's outputs, which it goes on from, are cached."""
+        driver = Driver(
+            config(
+                page_size=16,
+                capacity_tokens=4096,
+                max_running_requests=2,
+                chunked_prefill_size=128,
+                truncation_align_size=128,
+            ),
+            overlap=False,
+        )
+        low = request("low", 64, 300)
+        driver.add(low)
+        while len(low.output_ids) < 70:
+            driver.step()
+        driver.add(request("chunk", 256 + 50, 20, priority=100))
+        driver.step()
+        history = [*low.input_ids, *low.output_ids][: 128 if shared else 64]
+        driver.add(request("high", [*history, *range(30_000, 30_500)], 4, priority=100))
+        preempted, started = turn_until_started(driver, "high")
+        assert preempted == started
+        driver.run()
+
 
 class TestTheOrderChangesMeanwhile:
     """Way is made for the one that one look at the queue finds first. A second look may find
