@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}
 
 _STATUS = {
     1: "a token id is outside the vocabulary (or a row outside the batch)",
@@ -28,6 +28,7 @@ _STATUS = {
     4: "a page of the block table is outside the KV pool, or a row has more pages than the table",
     5: "rows, qo_indptr and kv_lens do not fit together or the block table",
     6: "a logit token is outside the step",
+    7: "an expert's id is outside the experts",
 }
 
 _L, _B, _A, _P = (
@@ -70,6 +71,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "loom_decode_step": (c_int, (c_void_p, POINTER(structs.Decoder), POINTER(structs.Step))),
     "loom_sample": (c_int, (c_void_p, POINTER(structs.Sampling))),
+    "loom_experts": (
+        c_int,
+        (c_void_p, POINTER(structs.Experts), POINTER(structs.ExpertRows)),
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ops.cpu import native_experts
 from ops.cpu.arguments import (
     FLOATS,
     POOLS,
@@ -24,11 +25,14 @@ from ops.cpu.arguments import (
 )
 from ops.cpu.library import ACTIVATIONS, KINDS, TYPES, Library
 from ops.cpu.native_decoder import NativeDecoder, fits
+from ops.cpu.native_experts import NativeExperts
 from ops.cpu.op_set import CpuOps
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, KvScales, SamplingTensors
+    from ops.op_set import AttentionBatch, AttentionSpec, Expert, KvScales, SamplingTensors
 
 
 class PanelMemory:
@@ -225,6 +229,20 @@ class NativeOps(CpuOps):
             *(ACTIVATIONS[activation], out.data_ptr()),
         )
         return out
+
+    def pack_experts(self, experts: Iterable[Expert], *, quantization: str | None = None) -> Any:
+        pairs = super().pack_experts(experts, quantization=quantization)
+        return NativeExperts(pairs) if native_experts.fits(pairs) else pairs
+
+    def run_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: str
+    ) -> Tensor:
+        if not isinstance(packed, NativeExperts):
+            return super().run_experts(x, ids, weights, packed, activation)
+        if x.dtype == torch.float16:
+            return super().run_experts(x, ids, weights, packed.pairs, activation)
+        ids, weights = ids.contiguous(), weights.contiguous()
+        return native_experts.run(self.library, x, ids, weights, packed, activation)
 
     def sample(self, logits: Tensor, s: SamplingTensors) -> Tensor:
         out = torch.empty(logits.shape[0], dtype=torch.int64)

@@ -153,8 +153,35 @@ class Sampling(ctypes.Structure):
     )
 
 
+class Expert(ctypes.Structure):
+    _fields_ = (("gate_up", Linear), ("down", Linear))
+
+
+class Experts(ctypes.Structure):
+    _fields_ = (
+        ("expert", ctypes.POINTER(Expert)),
+        ("count", c_int64),
+        ("activation", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class ExpertRows(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("tokens", c_int64),
+        ("stride", c_int64),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("top_k", c_int64),
+        ("out", c_void_p),
+        ("type", c_int32),
+        ("reserved", c_int32),
+    )
+
+
 # As `loom_struct_bytes` counts them.
 IN_ORDER = (
     *(Linear, Batch, Attention, Pools, Norm, AttentionBlock, MlpBlock, Block),
-    *(Decoder, Step, Sampling),
+    *(Decoder, Step, Sampling, Expert, Experts, ExpertRows),
 )

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "buffer.h"
 #include "decoder.h"
+#include "experts.h"
 #include "kv_codes.h"
 #include "linear.h"
 #include "rows.h"
@@ -51,7 +52,8 @@ int64_t loom_struct_bytes(int which) {
   constexpr size_t bytes[] = {
       sizeof(LoomLinear), sizeof(LoomBatch),          sizeof(LoomAttention), sizeof(LoomPools),
       sizeof(LoomNorm),   sizeof(LoomAttentionBlock), sizeof(LoomMlpBlock),  sizeof(LoomBlock),
-      sizeof(LoomDecoder), sizeof(LoomStep),          sizeof(LoomSampling)};
+      sizeof(LoomDecoder), sizeof(LoomStep),          sizeof(LoomSampling),  sizeof(LoomExpert),
+      sizeof(LoomExperts), sizeof(LoomExpertRows)};
   return int64_t(bytes[which]);
 }
 
@@ -192,5 +194,9 @@ int loom_decode_step(LoomContext* c, const LoomDecoder* decoder, const LoomStep*
 }
 
 int loom_sample(LoomContext* c, const LoomSampling* s) { return sample(c->team, *s); }
+
+int loom_experts(LoomContext* c, const LoomExperts* experts, const LoomExpertRows* rows) {
+  return run_experts(c->team, *experts, *rows, c->scratch);
+}
 
 }  // extern "C"

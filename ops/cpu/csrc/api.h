@@ -13,7 +13,8 @@ enum LoomType { LOOM_F32 = 0, LOOM_BF16 = 1, LOOM_INT8 = 2, LOOM_FP8 = 3 };
 // How a linear layer's weight is stored.
 enum LoomKind { LOOM_KIND_F32 = 0, LOOM_KIND_BF16 = 1, LOOM_KIND_INT8 = 2, LOOM_KIND_INT4 = 3 };
 
-enum LoomActivation { LOOM_SILU = 0, LOOM_GELU_TANH = 1, LOOM_GELU = 2 };
+// See ops/blocks/dense_mlp.py: act_and_mul.
+enum LoomActivation { LOOM_SILU = 0, LOOM_GELU_TANH = 1, LOOM_GELU = 2, LOOM_CLAMPED_SILU = 3 };
 
 enum LoomStatus {
   LOOM_OK = 0,
@@ -23,6 +24,7 @@ enum LoomStatus {
   LOOM_BAD_PAGE = 4,
   LOOM_BAD_ROWS = 5,
   LOOM_BAD_LOGIT_TOKEN = 6,
+  LOOM_BAD_EXPERT = 7,
 };
 
 // A packed weight [n, k] with its bias, as `loom_pack` wrote it.
@@ -142,7 +144,32 @@ struct LoomSampling {
   int64_t masks, mask_words;
 };
 
-// Size of the structs above in their order, from LoomLinear (0) to LoomSampling (10): the caller's
+struct LoomExpert {
+  LoomLinear gate_up, down;
+};
+
+// At least one expert; all have layers of one shape and kind.
+struct LoomExperts {
+  const LoomExpert* expert;
+  int64_t count;
+  int32_t activation;  // LoomActivation
+  int32_t reserved;
+};
+
+// Tokens with their experts, as OpSet.run_experts has them.
+struct LoomExpertRows {
+  const void* x;  // [tokens, hidden]
+  int64_t tokens;
+  int64_t stride;  // elements
+  const int64_t* ids;    // [tokens, top_k]
+  const float* weights;  // [tokens, top_k]
+  int64_t top_k;
+  void* out;  // [tokens, hidden], contiguous, of x's type
+  int32_t type;  // LoomType
+  int32_t reserved;
+};
+
+// Size of the structs above in their order, from LoomLinear (0) to LoomExpertRows (13): the caller's
 // mirror must agree.
 int64_t loom_struct_bytes(int which);
 
@@ -177,5 +204,6 @@ int loom_attention(LoomContext*, const void* q, int type, int64_t stride, int64_
                    int64_t pool_slots, const LoomBatch*, const LoomAttention*, void* out);
 int loom_decode_step(LoomContext*, const LoomDecoder*, const LoomStep*);
 int loom_sample(LoomContext*, const LoomSampling*);
+int loom_experts(LoomContext*, const LoomExperts*, const LoomExpertRows*);
 
 }  // extern "C"

@@ -174,6 +174,11 @@ void encode_row(int kind, const float* x, int64_t k, char* out) {
 
 F16 act_and_mul(int activation, F16 gate, F16 up) {
   if (activation == LOOM_SILU) return gate * sigmoid(gate) * up;
+  if (activation == LOOM_CLAMPED_SILU) {
+    gate = min(splat(7.0f), gate);  // in this order a NaN stays one
+    up = max(splat(-7.0f), min(splat(7.0f), up));
+    return gate * sigmoid(splat(1.702f) * gate) * (up + splat(1.0f));
+  }
   if (activation == LOOM_GELU_TANH) {
     F16 inner = gate * fma(splat(0.044715f) * gate, gate, splat(1.0f)) * splat(0.7978845608f);
     return splat(0.5f) * gate * (splat(1.0f) + tanh(inner)) * up;
@@ -358,6 +363,26 @@ void linear(Worker& worker, const LoomLinear& layer, Rows x, int64_t rows, const
     }
     RowTiles part = {rows, count, count * cut / cuts, count * (cut + 1) / cuts};
     run_piece(piece, part, tiles.by_rows);
+    task = following;
+  }
+  worker.finish();
+}
+
+void linear_each(Worker& worker, const std::vector<LayerRows>& layers) {
+  Tiles tiles = tiles_of(layers[0].layer->kind);
+  int64_t pairs = pairs_of(*layers[0].layer), tasks = int64_t(layers.size()) * pairs;
+  auto panels_of = [&](int64_t task) {
+    const LayerRows& of = layers[size_t(task / pairs)];
+    return panel_pair(*of.layer, of.epilogue.mode == Epilogue::kActAndMul, task % pairs);
+  };
+  int64_t task = worker.id();
+  while (task < tasks) {
+    int64_t following = worker.claim();
+    const LayerRows& of = layers[size_t(task / pairs)];
+    int64_t count = (of.rows + tiles.max_rows - 1) / tiles.max_rows;
+    Piece piece = {*of.layer, of.epilogue, of.x, task % pairs, panels_of(task), {}};
+    if (following < tasks) piece.ahead = panels_of(following);
+    run_piece(piece, {of.rows, count, 0, count}, tiles.by_rows);
     task = following;
   }
   worker.finish();

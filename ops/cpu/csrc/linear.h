@@ -22,6 +22,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "api.h"
 #include "simd.h"
@@ -78,6 +79,17 @@ struct Coming {
 // y for rows x; ends the phase.
 void linear(Worker& worker, const LoomLinear& layer, Rows x, int64_t rows, const Epilogue& epilogue,
             Coming coming = {});
+
+// A layer with the rows that go through it.
+struct LayerRows {
+  const LoomLinear* layer;
+  Rows x;
+  int64_t rows;
+  Epilogue epilogue;
+};
+
+// `linear` for several layers of one kind and shape, whose pieces the threads share in one phase.
+void linear_each(Worker& worker, const std::vector<LayerRows>& layers);
 
 // out[r][0 .. 31] (+)= sum over `steps` lines of x[r] * (panel 0, panel 1), for r < rows.
 // The building block of `linear` and of attention; `Pair` says what a line is.
