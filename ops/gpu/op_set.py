@@ -80,7 +80,7 @@ class GpuOps:
         return run_experts(x, ids, weights, packed, activation, self)
 
     def compile(self, model: DecoderModel) -> CompiledDecoder | None:
-        """None: a step runs op by op, and a decode step is replayed as a CUDA graph.
+        """None: a step runs op by op, or what it captured so is replayed as a CUDA graph.
 
         Raises:
             ValueError: an attention's heads are wider than the kernels' tiles.

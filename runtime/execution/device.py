@@ -89,7 +89,7 @@ class Device:
         dtype: of weights and activations.
         queued: kernels are queued: a call returns before the device has done the work.
         pinned: host memory can be page-locked, so that copies run beside the host.
-        graphs: decode steps can be captured and replayed.
+        graphs: steps can be captured and replayed.
         memory_budget_bytes: for weights and KV together; None: not limited by the device.
         quantization: of the linear layers' weights; None: they are of `dtype`.
         weights: the form of the weights with its reason, in words, where there was a choice.

@@ -147,7 +147,8 @@ class StreamLauncher:
 
     def launch(self, work: StepWork) -> LaunchedStep:
         step = LaunchedStep(partial(self._sample, work))
-        self._unsampled.append(step)
+        # One that could not be queued may never be asked to sample.
+        self._unsampled = [other for other in self._unsampled if not other.done] + [step]
         self._do(partial(self._queue, step, work.forward), quick=work.quick)
         return step
 
@@ -169,7 +170,7 @@ class StreamLauncher:
             waiter.join()
 
     def _sample(self, work: StepWork, step: LaunchedStep) -> None:
-        self._unsampled.remove(step)
+        self._unsampled = [other for other in self._unsampled if other is not step]
         self._do(partial(self._queue_sampling, work, step), quick=True)
 
     def _do(self, job: Callable[[], object], *, quick: bool) -> None:

@@ -278,6 +278,18 @@ def test_a_step_that_cannot_be_queued_on_the_thread_fails_those_behind_it(
     launcher.close()
 
 
+def test_steps_that_fail_and_are_never_sampled_are_not_kept(built: ModelRunner) -> None:
+    launcher = StreamLauncher(built.device)
+    done: list[tuple[str, str]] = []
+    for _ in range(5):
+        step = launcher.launch(Broken("long", done, quick=False))
+        with pytest.raises(ZeroDivisionError):
+            step.result()
+        launcher.failed = False
+    assert len(launcher._unsampled) == 1
+    launcher.close()
+
+
 def test_a_decode_step_from_device_tensors_alone_is_the_same_step(built: ModelRunner) -> None:
     """What graphs capture: the logits of rows and lengths, padding included, and no live slot
     is written beyond the step's own."""
