@@ -15,7 +15,8 @@ from runtime.config import SchedulerConfig
 from runtime.errors import ConfigError
 from runtime.simulation.live_run import read_live_run
 from runtime.simulation.recorder import RecordingScheduler
-from runtime.simulation.trace import read_trace
+from runtime.simulation.replay import replay
+from runtime.simulation.trace import config_from, read_trace
 from server.config import ServerConfig
 from server.loading import make_scheduler
 from server.service import Parts, make_service
@@ -67,6 +68,24 @@ async def test_recorded_trace_is_told_to_who_has_the_key_without_what_was_said(t
     ids, said = live.arrivals[0].input_ids, recorded.arrivals[0].input_ids
     assert len(ids) == len(said)
     assert ids != said
+
+
+async def test_what_clients_ask_to_stay_cached_is_replayed_and_simulated(tmp_path):
+    path, told = tmp_path / "run.trace", tmp_path / "told.trace"
+    async with recorded_server(path) as server:
+        for turn in range(3):
+            text = "a session's prompt " * 5 + "and more " * turn
+            await server.chat(text, max_tokens=4, prompt_cache_key="my secret session")
+        await server.wait_idle()
+        async with server.client.get(server.url + "/debug/recorded_trace") as answer:
+            told.write_bytes(await answer.read())
+    trace = read_trace(path)
+    assert replay(trace, config_from(trace.options)).difference is None
+    pins = [one.pins for one in read_live_run(trace).arrivals]
+    assert [(pin.ttl_s, pin.key) for (pin,) in pins] == [(300.0, "my secret session")] * 3
+    disguised = [one.pins for one in read_live_run(read_trace(told)).arrivals]
+    assert [pin.tokens for (pin,) in disguised] == [pin.tokens for (pin,) in pins]
+    assert {pin.key for (pin,) in disguised} == {"k1"}, "one key, whose name nobody learns"
 
 
 async def test_server_that_records_nothing_says_so():
