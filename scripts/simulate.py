@@ -14,7 +14,8 @@ What if: each `--what-if "chunked_prefill_size=64 schedule_policy=lpm"` is one m
 the one of the options given with --set; --differences FILE writes what it changed per request,
 and --html FILE everything as a page that needs no server: figures, steps, gaps, waits.
 
-`--readme` runs the comparisons of the README and prints their table.
+`--readme` runs the comparisons of the README and prints their table, `--prefill-elsewhere` that of
+docs/prefill-elsewhere.md.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.errors import ConfigError, LoomserveError
 from runtime.simulation.cost_fit import fit_cost_model
+from runtime.simulation.disaggregation import goodput_table
 from runtime.simulation.experiments import readme_tables
 from runtime.simulation.live_run import LiveRun, read_live_run
 from runtime.simulation.machines import MACHINE_NAMES, Machine, machine
@@ -52,6 +54,9 @@ def main() -> int:
     try:
         if args.readme:
             print(readme_tables(progress=lambda text: print(text, file=sys.stderr)))
+            return 0
+        if args.prefill_elsewhere:
+            print(goodput_table(progress=lambda text: print(text, file=sys.stderr)))
             return 0
         run(args)
     except (LoomserveError, OSError) as error:
@@ -253,6 +258,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--html", type=Path, metavar="FILE", help="a page with everything, which needs no server")
     add("--json", type=Path, metavar="FILE")
     add("--readme", action="store_true", help="print the comparisons of the README")
+    add("--prefill-elsewhere", action="store_true", help="print the goodput of two devices")
     return parser.parse_args()
 
 
