@@ -30,15 +30,21 @@ ensure_environment() {
     "$python" "$root/scripts/_environment.py" "$extras" "$wanted"
 }
 
-# What the tests of pages look through, where it can be had without asking anybody; they say what is
-# missing otherwise.
-ensure_browser() {
-    command -v chromium chromium-browser google-chrome >/dev/null && return
+# What the tests of pages look through, and what compiles and runs the kernels of 64-bit Arm, where
+# they can be had without asking anybody; the tests say what is missing otherwise.
+ensure_tools() {
+    command -v chromium chromium-browser google-chrome >/dev/null || install_quietly chromium
+    command -v aarch64-linux-gnu-g++ >/dev/null || install_quietly g++-aarch64-linux-gnu
+    command -v qemu-aarch64 >/dev/null || install_quietly qemu-user
+}
+
+# install_quietly PACKAGE: as root on Debian; nothing elsewhere.
+install_quietly() {
     [[ $EUID == 0 ]] && command -v apt-get >/dev/null || return 0
-    echo "loomserve: installing chromium for the tests of pages" >&2
-    apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 ||
-        { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } >/dev/null ||
-        echo "loomserve: chromium could not be installed" >&2
+    echo "loomserve: installing $1 for the tests" >&2
+    apt-get install -qq -y --no-install-recommends "$1" >/dev/null 2>&1 ||
+        { apt-get update -qq && apt-get install -qq -y --no-install-recommends "$1"; } >/dev/null ||
+        echo "loomserve: $1 could not be installed" >&2
 }
 
 # The comment at the head of the script that runs.

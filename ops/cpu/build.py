@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import re
 import shutil
 import stat
@@ -45,7 +46,10 @@ INSTRUCTION_PATHS: dict[str, tuple[str, ...]] = {
     "avx512": _AVX512,
     "avx2_vnni": (*_AVX2, "avx_vnni"),
     "avx2": _AVX2,
+    "neon_dot": ("asimd", "asimddp"),
+    "neon": ("asimd",),
 }
+_ARM_FLAGS = {"neon_dot": "-march=armv8.2-a+dotprod", "neon": "-march=armv8-a"}
 
 # No contraction: a product and a sum become one instruction only where the source says so, so
 # that the same expression rounds alike wherever it is inlined.
@@ -67,14 +71,14 @@ def default_cache_dir() -> Path:
 
 def cpu_flags() -> frozenset[str]:
     """The instruction sets of this CPU, by their names in /proc/cpuinfo; empty if unknown."""
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return frozenset({"asimd", "asimddp"})  # of every one that Apple has made
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return next(
-        (frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")),
-        frozenset(),
-    )
+    named = (line.partition(":") for line in lines if line.startswith(("flags", "Features")))
+    return next((frozenset(flags.split()) for _, _, flags in named), frozenset())
 
 
 def available_paths() -> list[str]:
@@ -201,6 +205,8 @@ def is_whole(library: Path) -> bool:
 
 def machine_flags(path: str) -> tuple[str, ...]:
     """The compiler's names of a path's instruction sets."""
+    if path in _ARM_FLAGS:
+        return (_ARM_FLAGS[path],)
     return tuple("-m" + re.sub("^avx(512)?_", r"avx\1", flag) for flag in INSTRUCTION_PATHS[path])
 
 

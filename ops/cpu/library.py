@@ -89,7 +89,7 @@ class Library:
 
     def __init__(self, path: Path, threads: int = 0, pinning: bool = False) -> None:
         self.path = path
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or _cores()
         self._functions = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(self._functions, name)
@@ -119,3 +119,10 @@ class Library:
 
     def use_large_pages(self, buffer: Tensor) -> None:
         self._functions.loom_use_large_pages(buffer.data_ptr(), buffer.nbytes)
+
+
+def _cores() -> int:
+    """Those that this process may run on, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -72,11 +72,13 @@ void loom_pack(LoomContext* c, int kind, const void* weight, int type, int64_t n
   });
 }
 
-void loom_use_large_pages(void* start, int64_t bytes) {
+void loom_use_large_pages([[maybe_unused]] void* start, [[maybe_unused]] int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
   constexpr int64_t page = 4096;
   auto from = ((int64_t)start + page - 1) / page * page, to = ((int64_t)start + bytes) / page * page;
   // Advice only: where the system has no large pages the buffer works as it is.
   if (to > from) madvise((void*)from, size_t(to - from), MADV_HUGEPAGE);
+#endif
 }
 
 void loom_linear(LoomContext* c, const LoomLinear* layer, const void* x, int type, int64_t rows,

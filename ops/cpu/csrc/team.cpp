@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include "simd.h"
+
 namespace loom {
 
 namespace {
@@ -19,7 +21,7 @@ void Signal::advance() {
 void Signal::wait_while(uint32_t old) {
   for (int i = 0; i < kSpins; i++) {
     if (word_.load(std::memory_order_acquire) != old) return;
-    _mm_pause();
+    pause();
   }
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   while (word_.load(std::memory_order_acquire) == old) word_.wait(old, std::memory_order_acquire);
@@ -79,7 +81,8 @@ void Team::serve(int id) {
   }
 }
 
-void Team::pin_thread(int id) const {
+void Team::pin_thread([[maybe_unused]] int id) const {
+#if defined(__linux__)
   static const cpu_set_t allowed = [] {
     cpu_set_t set;
     CPU_ZERO(&set);
@@ -95,6 +98,7 @@ void Team::pin_thread(int id) const {
     pthread_setaffinity_np(pthread_self(), sizeof(one), &one);
     return;
   }
+#endif
 }
 
 }  // namespace loom

@@ -5,8 +5,6 @@
 // for some microseconds before it sleeps: short waits cost no system call, long ones no core.
 #pragma once
 
-#include <immintrin.h>
-
 #include <atomic>
 #include <cstdint>
 #include <functional>

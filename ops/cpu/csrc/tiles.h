@@ -5,8 +5,6 @@
 
 namespace loom {
 
-inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
-
 template <int R, int P>
 struct Accumulators {
   F16 a[R][P];

@@ -1,0 +1,97 @@
+// The sums of integers.h on 64-bit Arm.
+#pragma once
+
+#include "api.h"
+#include "simd.h"
+
+namespace loom {
+
+inline uint32_t peak_bits(F16 a, F16 b) {
+  uint32x4_t most = vdupq_n_u32(0);
+  for (const F16& x : {abs(a), abs(b)}) {
+    for (float32x4_t v : x.v) most = vmaxq_u32(most, vreinterpretq_u32_f32(v));
+  }
+  return vmaxvq_u32(most);
+}
+inline int32_t to_bytes(F16 a, F16 b, char* out) {
+  int32x4_t total = vdupq_n_s32(0);
+  for (const F16* x : {&a, &b}) {
+    int32x4_t i[4];
+    for (int j = 0; j < 4; j++) {
+      i[j] = vcvtnq_s32_f32(x->v[j]);
+      total = vaddq_s32(total, i[j]);
+    }
+    int16x8_t low = vcombine_s16(vqmovn_s32(i[0]), vqmovn_s32(i[1]));
+    int16x8_t high = vcombine_s16(vqmovn_s32(i[2]), vqmovn_s32(i[3]));
+    vst1q_s8((int8_t*)out, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+    out += kLanes;
+  }
+  return vaddvq_s32(total);
+}
+
+struct Bytes {
+  int8x16_t v[4];
+};
+// Quad `q` of a line: int8 lines have one, int4 lines two.
+template <int kind>
+inline Bytes weights_of(const char* line, int q) {
+  Bytes w;
+  for (int i = 0; i < 4; i++) {
+    uint8x16_t x = vld1q_u8((const uint8_t*)line + 16 * i);
+    if (kind == LOOM_KIND_INT8) {
+      x = veorq_u8(x, vdupq_n_u8(128));  // w + 128 as a signed w
+    } else {
+      x = q ? vshrq_n_u8(x, 4) : vandq_u8(x, vdupq_n_u8(15));
+    }
+    w.v[i] = vreinterpretq_s8_u8(x);
+  }
+  return w;
+}
+
+struct Quad {
+  int8x16_t v;
+  explicit Quad(const char* x) {
+    int32_t quad;
+    memcpy(&quad, x, 4);
+    v = vreinterpretq_s8_s32(vdupq_n_s32(quad));
+  }
+};
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+template <int kind>
+struct GroupSum {
+  int32x4_t v[4];
+  void start(int32_t) {
+    for (int32x4_t& x : v) x = vdupq_n_s32(0);
+  }
+  void add(const Bytes& w, const Quad& x) {
+    for (int i = 0; i < 4; i++) v[i] = vdotq_s32(v[i], w.v[i], x.v);
+  }
+  F16 value() const {
+    return each([&](int i) { return vcvtq_f32_s32(v[i]); });
+  }
+};
+
+#else
+
+template <int kind>
+struct GroupSum {
+  int32x4_t v[8];  // two halves of the sum of two outputs each
+  void start(int32_t) {
+    for (int32x4_t& x : v) x = vdupq_n_s32(0);
+  }
+  void add(const Bytes& w, const Quad& x) {
+    for (int i = 0; i < 4; i++) {
+      v[2 * i] = vpadalq_s16(v[2 * i], vmull_s8(vget_low_s8(w.v[i]), vget_low_s8(x.v)));
+      v[2 * i + 1] = vpadalq_s16(v[2 * i + 1], vmull_high_s8(w.v[i], x.v));
+    }
+  }
+  F16 value() const {
+    return each([&](int i) { return vcvtq_f32_s32(vpaddq_s32(v[2 * i], v[2 * i + 1])); });
+  }
+};
+
+#endif
+
+}  // namespace loom

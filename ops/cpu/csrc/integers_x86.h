@@ -1,0 +1,160 @@
+// The sums of integers.h with AVX-512, AVX2 and either kind of VNNI.
+#pragma once
+
+#include "api.h"
+#include "simd.h"
+
+namespace loom {
+
+#if defined(LOOM_ZMM)
+
+inline uint32_t peak_bits(F16 a, F16 b) {
+  return _mm512_reduce_max_epu32(
+      _mm512_max_epu32(_mm512_castps_si512(abs(a).v), _mm512_castps_si512(abs(b).v)));
+}
+inline int32_t to_bytes(F16 a, F16 b, char* out) {
+  __m512i x = _mm512_cvtps_epi32(a.v), y = _mm512_cvtps_epi32(b.v);
+  _mm_storeu_si128((__m128i*)out, _mm512_cvtsepi32_epi8(x));
+  _mm_storeu_si128((__m128i*)out + 1, _mm512_cvtsepi32_epi8(y));
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(x, y));
+}
+inline F16 from_halves(__m256i lo, __m256i hi) {
+  return {_mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1))};
+}
+
+#else
+
+inline uint32_t peak_bits(F16 a, F16 b) {
+  a = abs(a), b = abs(b);
+  __m256i x = _mm256_max_epu32(_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi));
+  __m256i y = _mm256_max_epu32(_mm256_castps_si256(b.lo), _mm256_castps_si256(b.hi));
+  x = _mm256_max_epu32(x, y);
+  __m128i z = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  z = _mm_max_epu32(z, _mm_shuffle_epi32(z, 0x4e));
+  return uint32_t(_mm_cvtsi128_si32(_mm_max_epu32(z, _mm_shuffle_epi32(z, 0xb1))));
+}
+inline int32_t to_bytes(F16 a, F16 b, char* out) {
+  __m256i i[] = {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi), _mm256_cvtps_epi32(b.lo),
+                 _mm256_cvtps_epi32(b.hi)};
+  // Packing works within 128-bit lanes: every fourth word of the result belongs together.
+  __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(i[0], i[1]), _mm256_packs_epi32(i[2], i[3]));
+  bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256((__m256i*)out, bytes);
+  __m256i x = _mm256_add_epi32(_mm256_add_epi32(i[0], i[1]), _mm256_add_epi32(i[2], i[3]));
+  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+}
+inline F16 from_halves(__m256i lo, __m256i hi) {
+  return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)};
+}
+
+#endif
+
+#if defined(LOOM_ZMM) && defined(__AVX512VNNI__)
+
+struct Bytes {
+  __m512i v;
+};
+// Quad `q` of a line: int8 lines have one, int4 lines two.
+template <int kind>
+inline Bytes weights_of(const char* line, int q) {
+  __m512i x = _mm512_loadu_si512(line);
+  if (kind == LOOM_KIND_INT8) return {x};
+  return {_mm512_and_si512(q ? _mm512_srli_epi32(x, 4) : x, _mm512_set1_epi8(15))};
+}
+
+struct Quad {
+  __m512i v;
+  explicit Quad(const char* x) {
+    int quad;
+    memcpy(&quad, x, 4);
+    v = _mm512_set1_epi32(quad);
+  }
+};
+
+template <int kind>
+struct GroupSum {
+  __m512i v;
+  void start(int32_t offset) { v = _mm512_set1_epi32(kind == LOOM_KIND_INT8 ? offset : 0); }
+  void add(Bytes w, Quad x) { v = _mm512_dpbusd_epi32(v, w.v, x.v); }
+  F16 value() const { return {_mm512_cvtepi32_ps(v)}; }
+};
+
+#else
+
+struct Bytes {
+  __m256i lo, hi;
+};
+
+#if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
+#define LOOM_VNNI_YMM
+#endif
+
+template <int kind>
+inline Bytes weights_of(const char* line, int q) {
+  auto* words = (const __m256i*)line;
+  __m256i lo = _mm256_loadu_si256(words), hi = _mm256_loadu_si256(words + 1);
+  if (kind == LOOM_KIND_INT4) {
+    __m256i nibble = _mm256_set1_epi8(15);
+    if (q) lo = _mm256_srli_epi32(lo, 4), hi = _mm256_srli_epi32(hi, 4);
+    return {_mm256_and_si256(lo, nibble), _mm256_and_si256(hi, nibble)};
+  }
+#if !defined(LOOM_VNNI_YMM)
+  __m256i sign = _mm256_set1_epi8(char(128));  // w + 128 as a signed w
+  lo = _mm256_xor_si256(lo, sign), hi = _mm256_xor_si256(hi, sign);
+#endif
+  return {lo, hi};
+}
+
+struct Quad {
+  __m256i v;
+  explicit Quad(const char* x) {
+    int quad;
+    memcpy(&quad, x, 4);
+    v = _mm256_set1_epi32(quad);
+  }
+};
+
+template <int kind>
+struct GroupSum {
+  __m256i lo, hi;
+
+#if defined(LOOM_VNNI_YMM)
+  void start(int32_t offset) { lo = hi = _mm256_set1_epi32(kind == LOOM_KIND_INT8 ? offset : 0); }
+  void add(Bytes w, Quad x) { lo = dot(lo, w.lo, x.v), hi = dot(hi, w.hi, x.v); }
+  F16 value() const { return from_halves(lo, hi); }
+
+ private:
+  static __m256i dot(__m256i sum, __m256i w, __m256i x) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(sum, w, x);
+#else
+    return _mm256_dpbusd_epi32(sum, w, x);
+#endif
+  }
+#else
+  void start(int32_t) { lo = hi = _mm256_setzero_si256(); }
+  void add(Bytes w, Quad x) {
+    lo = dot(lo, w.lo, x.v), hi = dot(hi, w.hi, x.v);
+    // Sums of integers may be taken in any order, and GCC would write all products to memory first.
+    asm("" : "+x"(lo), "+x"(hi));
+  }
+  F16 value() const {
+    if (kind == LOOM_KIND_INT8) return from_halves(lo, hi);
+    __m256i ones = _mm256_set1_epi16(1);
+    return from_halves(_mm256_madd_epi16(lo, ones), _mm256_madd_epi16(hi, ones));
+  }
+
+ private:
+  static __m256i dot(__m256i sum, __m256i w, __m256i x) {
+    if (kind == LOOM_KIND_INT4) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(w, x));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+#endif
+};
+
+#endif
+
+}  // namespace loom
