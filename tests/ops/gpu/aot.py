@@ -235,7 +235,9 @@ def _attention(
     op(torch.empty(tokens, heads, head_dim, dtype=dtype), *pools, batch, spec, scales)
 
 
-def _sampling(*, greedy: bool, filtered: bool, extras: bool) -> None:
+def _sampling(
+    *, greedy: bool, filtered: bool, extras: bool, dtype: torch.dtype = torch.float32
+) -> None:
     vocab, rows = 151_936, 4
     ids = torch.zeros(2, dtype=torch.int64)
     scalars = torch.ones(rows)
@@ -250,7 +252,7 @@ def _sampling(*, greedy: bool, filtered: bool, extras: bool) -> None:
             state, scalars, scalars, scalars,
             torch.zeros(8, vocab, dtype=torch.bool), torch.zeros(8, vocab, dtype=torch.int32),
         )  # fmt: skip
-    sampling.sample(torch.empty(rows, vocab), s)
+    sampling.sample(torch.empty(rows, vocab, dtype=dtype), s)
 
 
 def _elementwise(dtype: torch.dtype) -> None:
@@ -311,7 +313,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_d64_int8": lambda: _attention(_DECODE, 64, 3, tokens=1, dtype=_FP16, kv_codes=_INT8),
     "elementwise_bf16": lambda: _elementwise(_BF16),
     "sample_greedy": lambda: _sampling(greedy=True, filtered=False, extras=False),
-    "sample_plain": lambda: _sampling(greedy=False, filtered=False, extras=False),
+    "sample_plain": lambda: _sampling(greedy=False, filtered=False, extras=False, dtype=_BF16),
     "sample_filtered": lambda: _sampling(greedy=False, filtered=True, extras=True),
 }  # fmt: skip
 

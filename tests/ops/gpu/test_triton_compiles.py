@@ -90,10 +90,14 @@ def test_every_launch_compiles_for_every_target(compiled: list[dict]) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_spills_on_hopper_and_on_cards_with_little_shared_memory(
-    compiled: list[dict],
-) -> None:
-    spilled = [r for r in compiled if r["target"] in ("sm_90", *CONSUMER) and r["spills"]]
+def test_nothing_spills_on_hopper_and_no_attention_elsewhere(compiled: list[dict]) -> None:
+    """On NVIDIA's chips, that is."""
+    spilled = [
+        r
+        for r in compiled
+        if r["spills"]
+        and (r["target"] == "sm_90" or (r["target"] != "gfx942" and r["kernel"] in ATTENTION))
+    ]
     assert not spilled, _table(spilled)
 
 
