@@ -136,6 +136,7 @@ class Engine:
         await self._runner.cleanup()
         self._service.engine.runner.close()
         forget_path(self._socket)
+        os.rmdir(os.path.dirname(self._socket))
 
 
 def by_engine_queue(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PYTHON = sorted(path for path in SCRIPTS.glob("*.py") if not path.name.startswith("_"))
-NEEDED = {"replay.py": ["a.trace"]}
+NEEDED = {"replay.py": ["a.trace"], "check_fleet.py": ["memory"]}
 OTHERS_OPTIONS = {"--record"}  # of the server that writes a trace
 
 
