@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ops.gpu.op_set import GpuOps
+from ops.kv_codes import CODE_DTYPES
 from ops.reference import ReferenceOps
 from runtime.execution.device import Device
 from runtime.execution.page_mover import PageMover
@@ -19,13 +20,17 @@ from tests.ops.gpu.tiny_decoder import PAGE_SIZE, make_device, make_runner
 from tests.runtime.execution.queued_gpu import ANSWER, DEVICE, FakeGpu
 
 
+@pytest.mark.parametrize("kv_codes", [None, *CODE_DTYPES.values()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_come_back_as_they_were_wherever_they_go(dtype: torch.dtype) -> None:
-    runner = make_runner(replace(make_device(ReferenceOps()), dtype=dtype))
+def test_pages_come_back_as_they_were_wherever_they_go(
+    dtype: torch.dtype, kv_codes: torch.dtype | None
+) -> None:
+    """Of codes with their scales, which are tensors of their own."""
+    runner = make_runner(replace(make_device(ReferenceOps()), dtype=dtype, kv_codes=kv_codes))
     pool = runner.memory.pool
     generator = torch.Generator().manual_seed(1)
     for tensor in pool.tensors():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        tensor.copy_(30 * torch.randn(tensor.shape, generator=generator))
     before = [tensor.clone() for tensor in pool.tensors()]
     mover = PageMover(runner.device, pool, PAGE_SIZE)
     kv = mover.read([7, 3, 100])
@@ -34,8 +39,8 @@ def test_pages_come_back_as_they_were_wherever_they_go(dtype: torch.dtype) -> No
     assert mover.page_bytes == PAGE_SIZE * per_token
     mover.write([20, 21, 7], kv)
     for tensor, old in zip(pool.tensors(), before, strict=True):
-        pages = tensor.view(-1, PAGE_SIZE, *tensor.shape[1:])
-        old = old.view(-1, PAGE_SIZE, *tensor.shape[1:])
+        pages = tensor.view(torch.uint8).view(len(tensor) // PAGE_SIZE, -1)
+        old = old.view(torch.uint8).view(len(tensor) // PAGE_SIZE, -1)
         assert torch.equal(pages[[20, 21, 7]], old[[7, 3, 100]])
         others = [page for page in range(len(pages)) if page not in (20, 21, 7)]
         assert torch.equal(pages[others], old[others])
