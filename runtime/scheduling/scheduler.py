@@ -407,6 +407,12 @@ class Scheduler:
         self._recount.books_change()
         return kept
 
+    @property
+    def copies_pending(self) -> bool:
+        """Whether pages are still to be copied to the tier: further passes name them."""
+        tier = self._memory.tier
+        return tier is not None and tier.write_behind.pending
+
     def loaded(self, load_id: int, pages: int) -> None:
         """A load that a plan named is done; its first `pages` pages hold what they should."""
         tier = self._tier()

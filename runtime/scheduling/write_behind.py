@@ -88,9 +88,9 @@ class WriteBehind:
         self._next_id = 0
 
     @property
-    def waiting(self) -> bool:
-        """Whether a pass could name more copies than are on their way."""
-        return len(self._orders) > len(self._copies)
+    def pending(self) -> bool:
+        """Whether anything is left to copy, or on its way."""
+        return bool(self._orders)
 
     # What may be copied
 

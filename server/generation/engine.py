@@ -45,6 +45,8 @@ log = logging.getLogger("loomserve.engine")
 
 # Requests may wait for the clock (a time limit, the prefill delayer) while no step runs.
 POLL_SECONDS = 0.02
+# A server that is told to stop goes on copying finished pages to its tier for so long.
+STOP_COPYING_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Engine:
         self._masked_live = 0  # live choices that need token masks
         self._wake = asyncio.Event()  # of the idle loop
         self._stopping = False
+        self._stop_copying_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._reports = StepReports(scheduler, metrics)
         self.records = self._reports.records
@@ -122,6 +125,7 @@ class Engine:
     async def stop(self) -> None:
         """Ends every request, waits for the steps in flight, ends the loop. Idempotent."""
         self._stopping = True
+        self._stop_copying_s = self.clock() + STOP_COPYING_SECONDS
         for choice in list(self._live.values()):
             self.scheduler.abort(choice.request.request_id)
             self._leave(choice)
@@ -203,7 +207,7 @@ class Engine:
     async def _run(self) -> None:
         flight: LoopStep | None = None
         reason = ""
-        while not (self._stopping and flight is None and not self.scheduler.has_unfinished):
+        while not (self._stopping and flight is None and self._all_done()):
             following, reason = self._plan_and_launch(reason)
             if flight is not None and not await self._finish(flight, following):
                 following = None
@@ -300,12 +304,21 @@ class Engine:
         self._deliver(news, now)
         self._reports.step(flight.record(None, now, applied, self.clock(), failed=_kind(error)))
 
+    def _all_done(self) -> bool:
+        """Whether the loop may end: nobody is served, and finished pages are kept, as far as that
+        takes no time."""
+        if self.scheduler.has_unfinished:
+            return False
+        return not self.scheduler.copies_pending or self.clock() > self._stop_copying_s
+
     async def _rest(self) -> None:
         """Nothing to compute: waits for work, or for the clock where requests wait for it."""
         if self.scheduler.has_unfinished:
             await self._woken(POLL_SECONDS)
             return
         if self._stopping:
+            if not self._all_done():
+                await self._woken(POLL_SECONDS)
             return
         while self.scheduler.check_some():
             await asyncio.sleep(0)

@@ -62,12 +62,10 @@ class Process:
 
     def copy_all(self) -> None:
         """Until nothing is left to copy."""
-        tier = self.scheduler._memory.tier
-        assert tier is not None
         while True:
             plan = self.scheduler.plan(0.0)
             self.store.begin(plan.copies, plan.loads)
-            if not tier.write_behind._orders:
+            if not self.scheduler.copies_pending:
                 return
             self.hear(self.told.get(timeout=30))
 

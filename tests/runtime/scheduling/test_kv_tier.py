@@ -92,6 +92,8 @@ def test_a_failed_load_shortens_the_match(good: int) -> None:
     (load,) = made.plan().loads
     found = 100 - len(load.pages)
     made.finish_load(load.load_id, good)
+    left = max(len(tokens) for tokens in in_tier(made) if tokens[0] == CONVERSATION[0])
+    assert left == found + good, "what could not be read is forgotten"
     made.run()
     assert again.cached_tokens == found + good
     assert have >= found
@@ -194,6 +196,43 @@ def test_a_prompt_without_a_number_leaves_nothing_in_the_tier() -> None:
         made.step()
     assert made.reason("long") == "error"
     assert in_tier(made) == set()
+
+
+def test_pages_of_a_prompt_that_has_given_no_token_are_not_kept_for_another_either() -> None:
+    """A prompt quotes an answer while it is made, and is computed faster: its pages take the place
+    of the answer's own, which has not read them. Then it turns out to hold no numbers."""
+    made = driver(chunked_prefill_size=16, capacity_tokens=1001, kv_load_tokens=1000)
+    start = CONVERSATION[:40]
+    made.add(answer := request("answer", start, 12))
+    while not answer.output_ids:
+        made.plan()
+        made.commit()
+    quoted = [made.device.script("answer", index) for index in range(12)]
+    made.add(request("quote", [*start, *quoted, *range(5000, 5250)]))
+    while made.reason_or_none("quote") is None:
+        batch = made.plan().batch
+        assert batch is not None
+        # A middle chunk is not sampled: only its last gives a token, or none.
+        last = [i for i, b in enumerate(batch.sampled) if batch.requests[b].request_id == "quote"]
+        made.commit(failed=last)
+        for copy_id in list(made.device.tier.copies):
+            made.finish_copy(copy_id)
+    assert (made.reason("answer"), made.reason("quote")) == ("length", "error")
+    made.finish_tier()
+    assert in_tier(made) == {tuple(start)}
+
+
+def test_nothing_is_loaded_behind_what_a_step_in_flight_may_take_back() -> None:
+    made = evicted()
+    made.add(request("whole", CONVERSATION[:60], prompt_logprobs=0))  # matches nothing
+    made.plan()
+    made.add(request("again", [*CONVERSATION, 7]))
+    assert not made.plan().loads
+    made.fail()
+    made.scheduler.check()
+    made.run()
+    assert made.tokens["again"] == [made.device.script("again", index) for index in range(4)]
+    made.assert_all_free()
 
 
 def test_a_failed_copy_is_given_up_and_ordered_again_with_the_next_use() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -21,8 +22,11 @@ class Pool:
     page_bytes = PAGE_BYTES
     written = 0
     broken = False
+    ready: Callable[[], bool] = staticmethod(lambda: True)
 
     def read(self, pages: Sequence[int]) -> np.ndarray:
+        while not self.ready():
+            time.sleep(0.001)
         return np.zeros((len(pages), PAGE_BYTES), np.uint8)
 
     def write(self, pages: Sequence[int], kv: np.ndarray) -> None:
@@ -32,9 +36,9 @@ class Pool:
 
 
 @asynccontextmanager
-async def served(pool: Pool) -> AsyncIterator[FakeServer]:
+async def served(pool: Pool, tokens: int = 800) -> AsyncIterator[FakeServer]:
     service = make_fake_service(
-        fake_runner(max_total_tokens=800),
+        fake_runner(max_total_tokens=tokens),
         tier=PageStore(pool, 1000),
         scheduler={"kv_tier_pages": 1000},
     )
@@ -95,3 +99,16 @@ async def test_a_flush_empties_the_tier_too() -> None:
         _, cached = await complete(server, PROMPT)
         assert cached == 0
         assert pool.written == 0
+
+
+async def test_a_server_that_stops_keeps_what_was_finished() -> None:
+    """More than one copy holds, none of which is done before it is told to stop."""
+    pool = Pool()
+    async with served(pool, tokens=4000) as server:
+        engine = server.service.engine
+        pool.ready = lambda: engine._stopping
+        await complete(server, "a" * 1500)
+        scheduler = engine.scheduler
+        assert scheduler.counters.stored_pages == 0
+    assert scheduler.counters.stored_pages == (1500 + 8 - 1) // 16
+    assert not scheduler.copies_pending
