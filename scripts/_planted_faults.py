@@ -30,6 +30,7 @@ AREAS = {
         f"{TESTS}/test_scheduler_rules.py",
         f"{TESTS}/test_prefill_adder.py",
         f"{TESTS}/test_step_failures.py",
+        f"{TESTS}/test_blame.py",
         f"{TESTS}/test_preemption.py",
         f"{TESTS}/test_prefill_delayer.py",
         f"{TESTS}/test_prefill_share.py",
@@ -147,7 +148,11 @@ PLANTS = [
         ("mixing = not self.config.disable_mixed_chunk", "mixing = True"),
         ("self.counters.retractions += len(victims)", "self.counters.retractions += 1"),
         ("if len(batch.requests) > 1:", "if len(batch.requests) > 2:"),
-        ("if row < batch.num_prefill:", "if row <= batch.num_prefill:"),
+    ),
+    *_planted(
+        "scheduler",
+        f"{SCHEDULING}/blame.py",
+        ("rows if row < batch.num_prefill]", "rows if row <= batch.num_prefill]"),
     ),
     *_planted(
         "scheduler",
