@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ from urllib.error import HTTPError
 
 import pytest
 
-from tests.process.fleet.asking import MODEL, shared_prompts
+from tests.process.fleet.asking import MODEL, Question, shared_prompts
 from tests.process.fleet.deaths import Load, answers_of, kill_while_it_answers, what_is_wrong
 from tests.process.fleet.environments import ray_bin
-from tests.process.fleet.processes import free_ports
+from tests.process.fleet.processes import free_ports, wait_until
 from tests.process.server_process import ROOT, ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -57,6 +58,23 @@ def engines() -> list[int]:
     return sorted(found)
 
 
+def leave_after_the_first_token(url: str) -> None:
+    """Of an answer that takes far longer than the test."""
+    body = Question("x", max_tokens=4000).body
+    sent = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(sent) as answer:
+        assert answer.readline().startswith(b"data: ")
+
+
+def aborted(url: str) -> int:
+    """Requests that an engine has ended since their clients had left."""
+    with urllib.request.urlopen(url + "/metrics") as answer:
+        text = answer.read().decode()
+    found = re.search(r'^loomserve:requests_total{.*"abort".*} (\d+)', text, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
 def cached_share(url: str, prompts: list[str]) -> float:
     """Of the prompts' tokens, those that were found in a prefix cache."""
     tokens = cached = 0
@@ -78,6 +96,8 @@ def test_it_streams_grows_finds_prefixes_again_and_outlives_a_death(tiny_model, 
         process.wait_for("engines that run: 1")
         with pytest.raises(HTTPError, match="400"):
             urllib.request.urlopen(url + "/v1/completions", b'{"prompt": 3}')
+        leave_after_the_first_token(url)
+        wait_until(lambda: aborted(url) == 1, "it goes on for nobody")
         expected = answers_of(url)
         with Load(url, clients=8) as load:
             process.wait_for("engines that run: 2")
