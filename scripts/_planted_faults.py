@@ -146,7 +146,6 @@ PLANTS = [
         ("if len(life.inflight) >= MAX_IN_FLIGHT:", "if len(life.inflight) > MAX_IN_FLIGHT:"),
         ("if victims and self._life.inflight:", "if victims and False:"),
         ("mixing = not self.config.disable_mixed_chunk", "mixing = True"),
-        ("self.counters.retractions += len(victims)", "self.counters.retractions += 1"),
         ("if len(batch.requests) > 1:", "if len(batch.requests) > 2:"),
     ),
     *_planted(
@@ -180,6 +179,7 @@ PLANTS = [
     *_planted(
         "scheduler",
         f"{SCHEDULING}/retraction.py",
+        ("life.counters.retractions += len(victims)", "life.counters.retractions += 1"),
         ("oldest = min(admitted, key=_seq)", "oldest = max(admitted, key=_seq)"),
         ("max(self.value - step, self.floor)", "self.value - step"),
         ("if priority - request.priority > threshold]", "if priority - request.priority >= 0]"),

@@ -36,9 +36,7 @@ def prompts_without_number(batch: ScheduleBatch, output: StepOutput) -> list[Req
     return [batch.requests[row] for row in rows if row < batch.num_prefill]
 
 
-def give_second_chances(
-    prompts: Sequence[Request], void: Sequence[Request], life: Lifecycle
-) -> list[Request]:
+def give_second_chances(prompts: Sequence[Request], void: Sequence[Request]) -> list[Request]:
     """Marks those of these prompts that are to be computed alone; returns them.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from runtime.errors import ContextTooLong, InvalidRequest, QueueFull
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
     from runtime.request import Request
     from runtime.scheduling.lifecycle import Lifecycle
+
+
+def check_ids(requests: Sequence[Request], life: Lifecycle) -> None:
+    """Every live request has an id of its own.
+
+    Raises: InvalidRequest: two of these have the same, or one is that of a live request.
+    """
+    for request_id, times in Counter(request.request_id for request in requests).items():
+        if times > 1 or request_id in life.live:
+            raise InvalidRequest(f"Request id {request_id!r} is in use.")
 
 
 def resolve_max_new_tokens(request: Request, config: SchedulerConfig) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
-from runtime.request import FinishReason, RequestState
+from runtime.request import FinishReason, RequestOutput, RequestState
 from runtime.scheduling.accounting import Deadlines, Limit, Reason, WaitClocks
 from runtime.scheduling.waiting_queue import WaitingQueue
 
@@ -369,8 +369,8 @@ class Lifecycle:
         """The next pass has begun: ends by length are final."""
         self._ended_by_length.clear()
 
-    def end(self, request: Request, finish: Finish) -> None:
-        """Ends a live request wherever it is."""
+    def end(self, request: Request, finish: Finish) -> RequestOutput:
+        """Ends a live request wherever it is; returns a last output of it, without tokens."""
         request_id = request.request_id
         del self.live[request_id]
         waiting = request.state is RequestState.WAITING
@@ -389,6 +389,7 @@ class Lifecycle:
             self.release(request)
         else:
             flight.leaving.append(request)
+        return RequestOutput(request, [], finish=finish)
 
     def release(self, request: Request) -> None:
         """Takes row and KV from an ended request that no launched step names."""

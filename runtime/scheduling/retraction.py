@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from runtime.request import Finish, FinishReason
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from runtime.request import Request
+    from runtime.request import Request, RequestOutput
     from runtime.scheduling.kv_memory import KVMemory
+    from runtime.scheduling.lifecycle import Lifecycle
     from runtime.scheduling.radix_tree import Node
 
 INITIAL = 0.7
@@ -28,6 +31,29 @@ HEADROOM_TOKENS = 20  # per running request, after a retraction
 def next_tokens_fit(running: Sequence[Request], memory: KVMemory) -> bool:
     """Whether the pages of these rows' next step are free or can be evicted."""
     return memory.new_page_tokens(running) <= memory.available_tokens
+
+
+def retract_until_fit(life: Lifecycle, usable_tokens: int, now: float) -> list[RequestOutput]:
+    """Retracts as few requests as make the running rows' next step fit, no step being in flight.
+
+    Args:
+        usable_tokens: of the pool, for the message.
+
+    Returns: the last output of the one left, which ends if not even it can get its page.
+    """
+    victims, hopeless = choose_victims(life.running, life.chunked, life.memory)
+    for request in victims:
+        life.retract(request, now)
+    life.counters.retractions += len(victims)
+    if hopeless is None:
+        return []
+    message = (
+        f"The KV cache of {usable_tokens} tokens has no page left for this"
+        f" request alone, which holds {hopeless.length} tokens."
+    )
+    ended = life.end(hopeless, Finish(FinishReason.ERROR, message=message))
+    life.drop_ended()
+    return [ended]
 
 
 def choose_victims(

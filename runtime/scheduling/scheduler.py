@@ -13,76 +13,41 @@ what it names, rows and KV pages, is given back only when it is committed.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from runtime.config import FIXED_OPTIONS
-from runtime.errors import ConfigError, InvalidRequest, InvariantError
-from runtime.request import Finish, FinishReason, RequestOutput
+from runtime.errors import ConfigError, InvariantError
+from runtime.request import Finish, FinishReason
+from runtime.scheduling import blame, intake
 from runtime.scheduling.accounting import Counters, Reason
 from runtime.scheduling.admission import Admission
-from runtime.scheduling.blame import (
-    acquit,
-    drop_computed,
-    give_second_chances,
-    prompts_without_number,
-)
 from runtime.scheduling.glance import take_glance
-from runtime.scheduling.intake import (
-    make_room_in_queue,
-    resolve_max_new_tokens,
-    room_for_output,
-    start_record,
-)
 from runtime.scheduling.invariants import IdleRecount, check_books
 from runtime.scheduling.kv_memory import KVMemory
 from runtime.scheduling.lifecycle import Lifecycle
-from runtime.scheduling.retraction import NewTokenRatio, choose_victims, next_tokens_fit
+from runtime.scheduling.plan import Plan
+from runtime.scheduling.retraction import NewTokenRatio, next_tokens_fit, retract_until_fit
 from runtime.scheduling.schedule_batch import book_batch
 from runtime.scheduling.statistics import debug_record, take_statistics
-from runtime.scheduling.step_results import StepRetries, apply_results
+from runtime.scheduling.step_results import StepRetries, apply_results, keep_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from runtime.config import SchedulerConfig
-    from runtime.request import Request
+    from runtime.request import Request, RequestOutput
     from runtime.runner import StepOutput
     from runtime.scheduling.cache_events import CacheEvents
     from runtime.scheduling.glance import Glance
-    from runtime.scheduling.kv_tier import KVTier, PageLoad, TierPrefix
+    from runtime.scheduling.kv_tier import KVTier, TierPrefix
     from runtime.scheduling.schedule_batch import Admitted, ScheduleBatch
     from runtime.scheduling.statistics import RequestDebug, SchedulerStatistics
-    from runtime.scheduling.write_behind import PageCopy
 
 MAX_IN_FLIGHT = 2
 # A prompt is looked up in the cache when it arrives, for a millisecond at most, so that a pass has
 # only to find out what has changed since.
 ARRIVAL_VISITS = 1024
-
-
-@dataclass(slots=True)
-class Plan:
-    """What a pass decided.
-
-    Args:
-        batch: the step to launch, to be committed or failed later; None: nothing to launch.
-        reason: without a batch: "idle", "wait_commit" (commit the step in flight, then plan
-            again), or the term that blocks the queue.
-        ended: last outputs of requests that ended in this pass (aborted, timed out, impossible to
-            go on with).
-        grammars_ready: ids of requests that entered the queue since their grammar is compiled.
-        copies, loads: to and from the tier below the pool, to be begun at once, whether or not
-            there is a batch; `stored` and `loaded` are to be told of their ends.
-    """
-
-    batch: ScheduleBatch | None = None
-    reason: str = ""
-    ended: list[RequestOutput] = field(default_factory=list)
-    grammars_ready: list[str] = field(default_factory=list)
-    copies: Sequence[PageCopy] = ()
-    loads: Sequence[PageLoad] = ()
 
 
 class Scheduler:
@@ -121,26 +86,23 @@ class Scheduler:
         Raises: InvalidRequest, ContextTooLong, QueueFull; then none is taken.
         """
         config, life = self.config, self._life
-        ids = [request.request_id for request in requests]
-        for request_id, times in Counter(ids).items():
-            if times > 1 or request_id in life.live:
-                raise InvalidRequest(f"Request id {request_id!r} is in use.")
-        limits = [resolve_max_new_tokens(request, config) for request in requests]
-        displaced = make_room_in_queue(requests, life, config.max_queued_requests)
+        intake.check_ids(requests, life)
+        limits = [intake.resolve_max_new_tokens(request, config) for request in requests]
+        displaced = intake.make_room_in_queue(requests, life, config.max_queued_requests)
         computed = self.counters.computed_tokens
         for request, limit in zip(requests, limits, strict=True):
             request.max_new_tokens = limit
-            start_record(request, self._next_seq, computed, config)
+            intake.start_record(request, self._next_seq, computed, config)
             self._next_seq += 1
             life.add(request, now)
             self._memory.look_up(request, ARRIVAL_VISITS)
         self._recount.books_change()
         self.counters.displaced += len(displaced)
-        return [self._end(*pair) for pair in displaced]
+        return [life.end(*pair) for pair in displaced]
 
     def room_for_output(self, inputs: int) -> int:
         """Output tokens that a request with so many inputs may have; below 1: it cannot fit."""
-        return room_for_output(inputs, self.config)
+        return intake.room_for_output(inputs, self.config)
 
     def abort(self, request_id: str, message: str | None = None) -> bool:
         """Records that a request is to end; the next plan ends it and gives its last output.
@@ -192,7 +154,9 @@ class Scheduler:
         life.drop_ended()
         if life.inflight and life.inflight[0].batch.retry:
             plan.reason = "wait_commit"
-        elif not self._retry(plan):
+        elif (part := self._retries.take()) is not None:
+            plan.batch = self._book(*part, retry=True)
+        else:
             if life.chunked is not None:
                 self._memory.insert(life.chunked, life.chunked.length)
             self._decide(plan, now)
@@ -203,23 +167,14 @@ class Scheduler:
             plan.copies = self._memory.tier.write_behind.name_copies()
         return plan
 
-    def _retry(self, plan: Plan) -> bool:
-        """Launches the next part of a failed step; False where none is left."""
-        part = self._retries.take()
-        if part is None:
-            return False
-        prefills, decodes = part
-        plan.batch = self._book(prefills, decodes, retry=True)
-        return True
-
     def _decide(self, plan: Plan, now: float) -> None:
         life = self._life
         mixing = not self.config.disable_mixed_chunk
         retracted = False
         if mixing:
-            if self._must_commit_first(plan):
-                return
             retracted = self._make_room(plan, now)
+            if plan.reason:
+                return
         first = None
         if not retracted and self._admission.urgent:
             first = self._preempt(plan, now)
@@ -230,9 +185,9 @@ class Scheduler:
         decoding = life.running if mixing or not admitted else []
         if decoding and not mixing:
             # The queue was looked at before: a strict pass that decodes has admitted nobody.
-            if self._must_commit_first(plan):
-                return
             retracted = self._make_room(plan, now)
+            if plan.reason:
+                return
             decoding = life.running
         if not admitted and not decoding:
             return
@@ -269,31 +224,17 @@ class Scheduler:
 
     # Memory for the running rows, and for those of higher priority
 
-    def _must_commit_first(self, plan: Plan) -> bool:
-        """Whether rows must be retracted while a step in flight still names their pages and their
-        newest tokens are not known."""
-        if not self._life.inflight or next_tokens_fit(self._life.running, self._memory):
-            return False
-        plan.reason = "wait_commit"
-        return True
-
     def _make_room(self, plan: Plan, now: float) -> bool:
-        """Retracts until the running rows' next step fits, no step being in flight; returns whether
-        it had to."""
+        """Retracts until the running rows' next step fits, unless a step must be committed first:
+        one in flight still names their pages, and holds tokens of theirs that are not known.
+        Returns whether it retracted."""
         life = self._life
         if next_tokens_fit(life.running, self._memory):
             return False
-        victims, hopeless = choose_victims(life.running, life.chunked, self._memory)
-        for request in victims:
-            life.retract(request, now)
-        self.counters.retractions += len(victims)
-        if hopeless is not None:
-            message = (
-                f"The KV cache of {self.config.usable_tokens} tokens has no page left for this"
-                f" request alone, which holds {hopeless.length} tokens."
-            )
-            plan.ended.append(self._end(hopeless, Finish(FinishReason.ERROR, message=message)))
-            life.drop_ended()
+        if life.inflight:
+            plan.reason = "wait_commit"
+            return False
+        plan.ended += retract_until_fit(life, self.config.usable_tokens, now)
         self._ratio.after_retraction(life.running)
         return True
 
@@ -318,16 +259,13 @@ class Scheduler:
         """
         flight = self._life.done(batch)
         self._admission.sizer.observe(batch, output.device_s)
-        without_number = prompts_without_number(batch, output)
-        again = give_second_chances(without_number, flight.returning, self._life)
+        without_number = blame.prompts_without_number(batch, output)
+        again = blame.give_second_chances(without_number, flight.returning)
         outputs, ended = apply_results(batch, output, [*flight.returning, *again])
         self.counters.output_tokens += len(outputs)
-        drop_computed(without_number, self._life)
-        acquitted = acquit(batch, self._life)
-        if self._memory.tier is not None:
-            self._prove(batch, output)
-        if batch.num_prefill:
-            self._pin_prompts(batch, output, now)
+        blame.drop_computed(without_number, self._life)
+        acquitted = blame.acquit(batch, self._life)
+        keep_prompts(batch, output, self._memory, now)
         for news in ended:
             assert news.finish is not None
             self._life.end(news.request, news.finish)
@@ -335,29 +273,6 @@ class Scheduler:
         if without_number or acquitted:
             self._life.start_anew(again, now)
         return outputs
-
-    def _prove(self, batch: ScheduleBatch, output: StepOutput) -> None:
-        """Prompts that have given a token hold numbers, so they may be kept in the tier."""
-        assert self._memory.tier is not None
-        for index, row in enumerate(batch.sampled):
-            if row >= batch.num_prefill:
-                break
-            request = batch.requests[row]
-            if index not in output.failed and not self._memory.is_lost(request):
-                request.scheduling.proven = True
-                self._memory.tier.write_behind.proven(request)
-
-    def _pin_prompts(self, batch: ScheduleBatch, output: StepOutput, now: float) -> None:
-        """Prompts that the step has completed are kept as their clients ask, if they are still
-        there to ask. Nothing is pinned before its KV is known to be right."""
-        for index, row in enumerate(batch.sampled):
-            if row >= batch.num_prefill:
-                break
-            request = batch.requests[row]
-            gone = request.finish is not None or request.ending is not None
-            wrong = index in output.failed or self._memory.is_lost(request)
-            if request.pins and not gone and not wrong:
-                self._memory.pin(request, now)
 
     def fail(self, batch: ScheduleBatch, message: str, now: float) -> list[RequestOutput]:
         """The oldest step in flight could not be launched, or raised.
@@ -382,7 +297,7 @@ class Scheduler:
         (request,) = batch.requests
         if flights[0].gave_up(request) or request.ending is not None:
             return []  # it ends otherwise
-        return [self._end(request, Finish(FinishReason.ERROR, message=message))]
+        return [self._life.end(request, Finish(FinishReason.ERROR, message=message))]
 
     # The tier below the pool
 
@@ -428,20 +343,18 @@ class Scheduler:
     # Endings
 
     def _apply_endings(self, plan: Plan) -> None:
-        for request, finish, announced in self._life.take_endings():
-            news = self._end(request, finish)
+        life = self._life
+        for request, finish, announced in life.take_endings():
+            news = life.end(request, finish)
             if announced:
                 plan.ended.append(news)
 
     def _apply_deadlines(self, plan: Plan, now: float) -> None:
-        for request, deadline in self._life.expired(now):
+        life = self._life
+        for request, deadline in life.expired(now):
             waited = f"({deadline.limit.value}) after {now - deadline.since_s:.3f} s"
             message = f"Timed out {waited}."
-            plan.ended.append(self._end(request, Finish(FinishReason.TIMEOUT, message=message)))
-
-    def _end(self, request: Request, finish: Finish) -> RequestOutput:
-        self._life.end(request, finish)
-        return RequestOutput(request, [], finish=finish)
+            plan.ended.append(life.end(request, Finish(FinishReason.TIMEOUT, message=message)))
 
     # Options, cache, statistics, self-check
 

@@ -1,5 +1,5 @@
-"""Applies the result of a step: its tokens are appended to their requests and may end them. The
-rows of a step that failed are tried again."""
+"""Applies the result of a step: its tokens are appended to their requests and may end them;
+prompts that have given one may be kept. The rows of a step that failed are tried again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from runtime.request import Request, TokenLogprobs
     from runtime.runner import StepOutput
+    from runtime.scheduling.kv_memory import KVMemory
     from runtime.scheduling.lifecycle import InFlight
     from runtime.scheduling.schedule_batch import Admitted, ScheduleBatch
 
@@ -78,6 +79,22 @@ def _gather_prompt_logprobs(batch: ScheduleBatch, output: StepOutput) -> None:
         if gathered is not None and request.finish is None:
             missing = len(request.input_ids) - len(gathered)
             gathered.extend(entries[:missing])
+
+
+def keep_prompts(batch: ScheduleBatch, output: StepOutput, memory: KVMemory, now: float) -> None:
+    """Prompts that have given a token hold numbers: only from then on may they be copied to the
+    tier, and be pinned as their clients ask, if these are still there to ask."""
+    for index, row in enumerate(batch.sampled):
+        if row >= batch.num_prefill:
+            break
+        request = batch.requests[row]
+        if index in output.failed or memory.is_lost(request):
+            continue
+        if memory.tier is not None:
+            request.scheduling.proven = True
+            memory.tier.write_behind.proven(request)
+        if request.pins and request.finish is None and request.ending is None:
+            memory.pin(request, now)
 
 
 class StepRetries:

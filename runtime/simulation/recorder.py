@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from runtime.request import Finish, Grammar, Request, RequestOutput
     from runtime.runner import StepOutput
     from runtime.scheduling.kv_tier import TierPrefix
+    from runtime.scheduling.plan import Plan
     from runtime.scheduling.schedule_batch import ScheduleBatch
-    from runtime.scheduling.scheduler import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from runtime.scheduling.scheduler import Plan, Scheduler
+from runtime.scheduling.scheduler import Scheduler
 from runtime.simulation.cost_model import StepTimer
 from runtime.simulation.simulator import Schedules, SimulationResult, Simulator
 from runtime.simulation.trace import config_from
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from runtime.request import Request, RequestOutput
     from runtime.runner import StepOutput
+    from runtime.scheduling.plan import Plan
     from runtime.scheduling.schedule_batch import ScheduleBatch
     from runtime.scheduling.statistics import SchedulerStatistics
     from runtime.simulation.machines import Machine

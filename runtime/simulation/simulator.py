@@ -24,8 +24,8 @@ from runtime.simulation.workloads import EOS_TOKEN_ID, Arrival
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from runtime.scheduling.plan import Plan
     from runtime.scheduling.schedule_batch import ScheduleBatch
-    from runtime.scheduling.scheduler import Plan
     from runtime.scheduling.statistics import SchedulerStatistics
 
 FILLER_TOKEN_ID = 1

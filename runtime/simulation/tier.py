@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from runtime.scheduling.kv_tier import PageLoad
-    from runtime.scheduling.scheduler import Plan
+    from runtime.scheduling.plan import Plan
     from runtime.scheduling.write_behind import PageCopy
 
 

@@ -17,8 +17,9 @@ from runtime.config import SchedulerConfig
 from runtime.request import PromptPin, Request, RequestOutput, SamplingParams
 from runtime.runner import StepOutput
 from runtime.scheduling.kv_tier import PageLoad
+from runtime.scheduling.plan import Plan
 from runtime.scheduling.schedule_batch import ScheduleBatch
-from runtime.scheduling.scheduler import Plan, Scheduler
+from runtime.scheduling.scheduler import Scheduler
 from runtime.scheduling.write_behind import PageCopy
 
 EOS = 2

@@ -14,9 +14,10 @@ import pytest
 
 from runtime.runner import StepOutput
 from runtime.scheduling.page_allocator import PageAllocator
+from runtime.scheduling.plan import Plan
 from runtime.scheduling.policies import POLICIES
 from runtime.scheduling.radix_cache import RadixCache
-from runtime.scheduling.scheduler import Plan, Scheduler
+from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.scheduler_harness import config, request
 
 

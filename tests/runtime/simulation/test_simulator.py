@@ -22,8 +22,8 @@ from tests.values import present
 if TYPE_CHECKING:
     from runtime.request import RequestOutput
     from runtime.runner import StepOutput
+    from runtime.scheduling.plan import Plan
     from runtime.scheduling.schedule_batch import ScheduleBatch
-    from runtime.scheduling.scheduler import Plan
 
 EXACT = CostModel(step_s=0.010, token_s=0.001, knee_tokens=1.0)
 
