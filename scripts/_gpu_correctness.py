@@ -15,8 +15,10 @@ from ops.gpu import decode_attention, extend_attention
 from ops.gpu.library import Chip
 from ops.op_set import AttentionBatch, AttentionSpec, HeadNorm, Penalties, SamplingTensors
 from runtime.execution.cuda_graph_runner import CudaGraphRunner
+from runtime.execution.mixed_graph_runner import MixedGraphRunner
+from runtime.execution.packed_step import pack_step
 from runtime.request import SamplingParams
-from scripts._gpu_engine import Outcome, make_request, run_requests, scheduler_for
+from scripts._gpu_engine import Outcome, make_request, mixed_batch, run_requests, scheduler_for
 from tests.ops.gpu.paged import paged_problem, relative_error
 
 if TYPE_CHECKING:
@@ -331,6 +333,33 @@ def check_graphs(runner: ModelRunner) -> Iterator[Check]:
         yield Check(
             f"graph of {size} replays {count} rows",
             equal and changed == count,
+            f"logits equal bit for bit: {equal}; {changed} slots written",
+        )
+
+
+@torch.inference_mode()
+def check_mixed_graphs(runner: ModelRunner) -> Iterator[Check]:
+    """The same of steps with prompts, for several divisions of their tokens."""
+    graphs, keys = runner.mixed_graphs, runner.memory.pool.tensors()[0]
+    assert isinstance(graphs, MixedGraphRunner)
+    most = runner.sizes.rows - 1
+    for decoding, tokens in ((1, 9), (min(12, most), 20), (most, 300)):
+        shape = graphs.padded_shape(decoding + tokens, decoding + 1)
+        if shape is None:
+            continue
+        fill_decode_rows(runner, [17] * decoding + [tokens])
+        ints = torch.from_numpy(pack_step(mixed_batch(tokens, decoding, 17), shape))
+        packed = ints.to(runner.device.torch_device)
+        before = keys.clone()
+        eager = runner.packed_logits(packed, shape)[: decoding + 1].clone()
+        eager_pool = keys.clone()
+        keys.copy_(before)
+        replayed = graphs.replay(packed, shape)[: decoding + 1]
+        equal = torch.equal(replayed, eager) and torch.equal(keys[1:], eager_pool[1:])
+        changed = int((keys != before).flatten(1).any(-1)[1:].sum())
+        yield Check(
+            f"graph of {shape.tokens} tokens replays {decoding} decode rows beside {tokens} tokens",
+            equal and changed == decoding + tokens,
             f"logits equal bit for bit: {equal}; {changed} slots written",
         )
 

@@ -12,6 +12,7 @@ import torch
 
 from runtime.config import SchedulerConfig
 from runtime.request import Request, SamplingParams
+from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from runtime.execution.model_runner import ModelRunner
     from runtime.request import TokenLogprobs
     from runtime.runner import LaunchedStep
-    from runtime.scheduling.schedule_batch import ScheduleBatch
 
 
 @dataclass(slots=True)
@@ -78,6 +78,28 @@ def forbidding_waits(device: Device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def mixed_batch(chunk: int, rows: int, kv_len: int) -> ScheduleBatch:
+    """A step whose first row is a prompt of `chunk` tokens, in the pages that `fill_decode_rows`
+    gave to the row behind the decode rows."""
+    tokens = array("i", [1] * chunk)
+    count = rows + 1
+    starts = [0] + [kv_len - 1] * rows
+    lengths = [chunk] + [1] * rows
+    sampling = SamplingParams(temperature=0.0)
+    return ScheduleBatch(
+        step=0,
+        num_prefill=1,
+        requests=[make_request(f"r{i}", tokens, sampling) for i in range(count)],
+        rows=array("i", [count, *range(1, count)]),
+        prefix_lens=array("i", starts),
+        extend_lens=array("i", lengths),
+        input_ids=tokens,
+        sampled=array("i", range(count)),
+        sample_positions=array("i", map(sum, zip(starts, lengths, strict=True))),
+        output_counts=array("i", [0] * count),
+    )
 
 
 class _Run:

@@ -189,6 +189,6 @@ def open_runner(device: Device, model: Model, *, rows: int, tokens: int) -> Mode
     runner = ModelRunner(device, decoder, sizes)
     recorder = CudaRecorder(device.torch_device) if device.graphs else EagerRecorder()
     # In Triton's interpreter every padded token costs.
-    plan = GraphPlan(graph_sizes(rows), mixed_shapes(1024 if device.graphs else 48, rows))
+    plan = GraphPlan(graph_sizes(rows), mixed_shapes(1024 if device.graphs else 32, rows))
     capture_graphs(runner, plan, recorder)
     return runner

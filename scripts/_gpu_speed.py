@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from array import array
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,14 @@ from torch.nn.attention.bias import causal_lower_right
 from ops.op_set import AttentionBatch, AttentionSpec
 from runtime.execution.kv_pool import bytes_per_token
 from runtime.request import SamplingParams
-from runtime.scheduling.schedule_batch import ScheduleBatch
 from scripts._gpu_correctness import fill_decode_rows
-from scripts._gpu_engine import forbidding_waits, make_request, run_requests, scheduler_for
+from scripts._gpu_engine import (
+    forbidding_waits,
+    make_request,
+    mixed_batch,
+    run_requests,
+    scheduler_for,
+)
 from scripts._gpu_models import linear_parameters, step_weight_bytes
 
 if TYPE_CHECKING:
@@ -170,8 +174,9 @@ def mixed_steps(
             with forbidding_waits(runner.device):
                 launched = runner.launch(batch)
                 launched.sample(None)
-            host.append(time.perf_counter() - start)
+            elapsed = time.perf_counter() - start
             device.append(launched.result().device_s)
+            host.append(max(elapsed, launched.queueing_s))  # a thread queues what is not captured
         host_s, device_s = (sorted(times[1:])[2] for times in (host, device))
         results.append(
             {
@@ -182,28 +187,6 @@ def mixed_steps(
             }
         )
     return results
-
-
-def mixed_batch(chunk: int, rows: int, kv_len: int) -> ScheduleBatch:
-    """A step whose first row is a prompt of `chunk` tokens, in the pages that `fill_decode_rows`
-    gave to the row behind the decode rows."""
-    tokens = array("i", [1] * chunk)
-    count = rows + 1
-    starts = [0] + [kv_len - 1] * rows
-    lengths = [chunk] + [1] * rows
-    sampling = SamplingParams(temperature=0.0)
-    return ScheduleBatch(
-        step=0,
-        num_prefill=1,
-        requests=[make_request(f"r{i}", tokens, sampling) for i in range(count)],
-        rows=array("i", [count, *range(1, count)]),
-        prefix_lens=array("i", starts),
-        extend_lens=array("i", lengths),
-        input_ids=tokens,
-        sampled=array("i", range(count)),
-        sample_positions=array("i", map(sum, zip(starts, lengths, strict=True))),
-        output_counts=array("i", [0] * count),
-    )
 
 
 def extend_attention_rates(

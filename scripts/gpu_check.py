@@ -143,6 +143,7 @@ def measure_model(report: Report, device: Any, model: Any, limits: Any, tiny: bo
     runner = models.open_runner(device, model, rows=rows, tokens=tokens)
     report.note(f"{model.name}: {runner.info.max_total_tokens} tokens of KV")
     report.check(correctness.check_graphs(runner))
+    report.check(correctness.check_mixed_graphs(runner))
     report.check(correctness.check_modes(runner, tiny=tiny))
     report.note(f"{model.name}: speed")
     batches = [1, 4] if tiny else SPEED_BATCHES

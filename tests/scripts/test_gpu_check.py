@@ -73,6 +73,7 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         "rotary",
         "sample top-p",
         "sample greedy with bias, penalties, bans and masks",
+        "graph of 32 tokens replays 1 decode rows",
         "build_runner: starts",
         "build_runner: memory",
     ):
