@@ -90,7 +90,7 @@ def tell_ready(who: str, url: str, model: str, config: ServerConfig, *, chat: bo
     body: dict[str, Any] = {"model": model, "stream": True, "temperature": 0}
     if chat:
         path = "/v1/chat/completions"
-        body["messages"] = [{"role": "user", "content": "What is the largest planet?"}]
+        body["messages"] = [{"role": "user", "content": "Why is the sky blue?"}]
     else:
         path = "/v1/completions"
         body |= {"prompt": "The capital of France is", "max_tokens": 32}
