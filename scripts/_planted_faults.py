@@ -152,6 +152,9 @@ PLANTS = [
         "scheduler",
         f"{SCHEDULING}/blame.py",
         ("rows if row < batch.num_prefill]", "rows if row <= batch.num_prefill]"),
+        ("if request.scheduling.borrows", "if not request.scheduling.borrows"),
+        ("r.new_tokens > r.scheduling.borrows", "r.new_tokens > 0"),
+        ("life.memory.drop(request, 0, request.scheduling.target, _proven(life))", "pass"),
     ),
     *_planted(
         "scheduler",

@@ -72,6 +72,20 @@ def test_lpm_with_a_long_queue_is_fcfs() -> None:
     assert order[2] == "hot"
 
 
+def test_dfs_weight_counts_requests_and_not_branches() -> None:
+    """Three requests below one branch of the first subtree weigh more than two of the second."""
+    driver = driver_of("dfs-weight", max_running_requests=8)
+    ends = {name: [*WARM, *range(first, first + 20)] for name, first in (("a", 7000), ("b", 8000))}
+    for name, end in ends.items():
+        driver.add(*(request(f"{name}{leaf}", [*end, 9000 + leaf], 1) for leaf in range(2)))
+        driver.run()
+    driver.add(*(request(f"light{leaf}", [*ends["b"], 9000 + leaf, 1], 1) for leaf in range(2)))
+    driver.add(*(request(f"heavy{i}", [*ends["a"], 9000, i], 1) for i in range(3)))
+    driver.run()
+    admitted = [made.request_id for made in driver.batches[-1].requests]
+    assert admitted == ["heavy0", "heavy1", "heavy2", "light0", "light1"]
+
+
 def test_dfs_weight_goes_down_the_heaviest_subtree_first() -> None:
     driver = driver_of("dfs-weight", max_running_requests=8)
     left, right = [*WARM], [*WARM[:50], *range(7000, 7050)]

@@ -372,13 +372,18 @@ class TestRowsWithoutNumbers:
         assert_answers(driver, {"z": 5})
         driver.assert_all_free()
 
-    def test_a_decoding_row_that_gave_no_number_leaves_its_prompt(self) -> None:
+    @pytest.mark.parametrize("cached", [0, 30])
+    def test_a_decoding_row_that_gave_no_number_leaves_its_prompt(self, cached: int) -> None:
+        """It has had a token from all that it reads, so it is to blame, and ends at once."""
         driver = Driver(config(capacity_tokens=2001), overlap=False)
         prompt = list(range(100, 160))
+        driver.add(request("before", [*prompt[:cached], 7], 1))
+        driver.run()
         driver.add(request("bad", prompt, 5))
         driver.step()
         driver.plan()
         driver.commit(failed=[0])
+        assert driver.reason("bad") == "error"
         assert driver.tokens["bad"] == [scripted_token("bad", 0)]
         driver.add(request("again", [*prompt, 7], 5))
         driver.run()
