@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.scheduling.radix_tree import Place
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -49,9 +47,7 @@ def give_second_chances(prompts: Sequence[Request], void: Sequence[Request]) -> 
         and not (request.finish or request.ending or request in void)
     ]
     for request in chosen:
-        record = request.scheduling
-        record.alone = True
-        record.place = Place()
+        request.scheduling.alone = True
     return chosen
 
 

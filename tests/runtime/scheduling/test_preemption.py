@@ -81,6 +81,26 @@ class TestWhoCannotStart:
         driver.add(request("high", 50, 4, priority=100))
         assert turn_until_started(driver, "high") == (1, 1)
 
+    @pytest.mark.parametrize(("priority", "at_once"), [(10, False), (11, True)])
+    def test_who_is_no_more_above_than_the_threshold_is_held_by_it(
+        self, priority: int, at_once: bool
+    ) -> None:
+        driver = Driver(
+            config(
+                capacity_tokens=4096,
+                max_running_requests=16,
+                chunked_prefill_size=512,
+                enable_prefill_delayer=True,
+                delayer_low_watermark=0.0,
+            )
+        )
+        driver.add(*[request(f"low{i}", 16, 300) for i in range(8)])
+        driver.step()
+        driver.step()
+        driver.add(made := request("high", 50, 4, priority=priority))
+        driver.step()
+        assert (made.row >= 0) == at_once
+
     def test_a_pass_that_retracted_preempts_nobody_since_it_admits_nobody(self) -> None:
         driver = Driver(config(schedule_conservativeness=0.0), overlap=False)
         driver.add(request("low0", 50, 90), request("low1", 50, 90))

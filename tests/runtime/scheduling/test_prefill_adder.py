@@ -304,3 +304,29 @@ class TestMostPrefillTokens:
         with pytest.raises(ConfigError, match=r"max_prefill_tokens 8.*at least a page \(16\)"):
             config(max_prefill_tokens=8, page_size=16)
         assert config(max_prefill_tokens=8, page_size=16, chunked_prefill_size=0)
+
+
+@pytest.mark.parametrize(("available", "taken"), [(932, 0), (933, 20)])
+def test_who_goes_ahead_leaves_the_pending_chunk_more_than_it_needs(
+    available: int, taken: int
+) -> None:
+    """As everywhere, equality refuses: 20 + 10 + 1 tokens for the one, 800 + 100 + 1 for the other."""
+    chunked = waiting(1000, 100)
+    chunked.length = 200
+    step = adder(available, chunk=64)
+    assert step.add_ahead(waiting(20, 10), NO_MATCH, chunked, 64.0, 64) == taken
+
+
+@pytest.mark.parametrize(("available", "fits"), [(151, False), (152, True)])
+def test_a_request_of_known_length_needs_more_than_a_token_beside_all_that_it_holds(
+    available: int, fits: bool
+) -> None:
+    step = adder(available, disable_radix_cache=True)
+    step.add(waiting(100, 50, ignore_eos=True), NO_MATCH)
+    assert bool(step.admitted) == fits
+
+
+@pytest.mark.parametrize(("rows", "left"), [(8, 92), (99, 16), (200, 16)])
+def test_decode_rows_take_their_share_also_where_prompts_are_not_cut(rows: int, left: int) -> None:
+    step = adder(chunk=None, mixed=rows, max_prefill_tokens=100, page_size=16)
+    assert step.left_input == left

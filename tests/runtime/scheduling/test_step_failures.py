@@ -144,6 +144,7 @@ class TestTakingBack:
         started = [name for batch in driver.batches for name in names(batch)[: batch.num_prefill]]
         assert started[-2:] == ["first", "second"]
         assert_answers(driver, {"a": 20, "b": 20, "first": 3, "second": 3})
+        assert driver.scheduler.counters.prompt_tokens == 4 * 9, "each is counted once"
 
     def test_a_waiting_time_out_goes_on_from_the_arrival(self) -> None:
         driver = Driver(config(max_running_requests=2, waiting_timeout_s=1.0))

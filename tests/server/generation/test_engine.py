@@ -193,6 +193,8 @@ async def test_stop_text_ends_generation_and_names_the_stop():
         body = await server.complete(max_tokens=64, stop=["STOP"], include_stop_str_in_output=True)
         assert body["choices"][0]["text"] == "one STOP"
         await server.wait_idle()
+        steps = len(server.service.engine.records)
+        assert steps <= 2 * (8 + 2), "tokens behind a stop are computed"
 
 
 async def test_stop_texts_do_not_count_before_min_tokens():
