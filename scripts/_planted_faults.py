@@ -195,7 +195,7 @@ PLANTS = [
         f"{SCHEDULING}/intake.py",
         ("if inputs + wanted > context_length:", "if inputs + wanted >= context_length:"),
         ("if need >= usable_tokens:", "if need > usable_tokens + 64:"),
-        ("+ len(requests) <= cap:", "+ len(requests) < cap:"),
+        ("missing = waiting + len(requests) - cap", "missing = waiting + len(requests) - cap + 1"),
     ),
     *_planted(
         "scheduler",

@@ -286,6 +286,25 @@ class TestChunkedRequest:
 
 
 class TestRetraction:
+    def test_each_of_those_that_go_together_is_counted(self) -> None:
+        """Prompts that are shared give nothing back, so several must go for one row's next token."""
+        most = 0
+        for outputs in range(70, 95, 5):
+            driver = Driver(config(schedule_conservativeness=0.0, clip_max_new_tokens=1))
+            first = request("first", 100, 98)
+            driver.add(first)
+            while len(first.output_ids) < outputs:
+                driver.step()
+            others = [request(f"r{i}", first.input_ids.tolist(), 30) for i in range(5)]
+            driver.add(*others)
+            counters = driver.scheduler.counters
+            while driver.scheduler.has_unfinished:
+                before = counters.retractions
+                driver.step()
+                most = max(most, counters.retractions - before)
+            assert counters.retractions == sum(made.retractions for made in [first, *others])
+        assert most > 1
+
     def test_ratio_follows_its_formula(self) -> None:
         ratio = NewTokenRatio(1.0)
         assert ratio.value == 0.7
