@@ -155,9 +155,6 @@ PLANTS = [
         ("if request.scheduling.borrows", "if not request.scheduling.borrows"),
         ("r.new_tokens > r.scheduling.borrows", "r.new_tokens > 0"),
         ("life.memory.drop(request, 0, request.scheduling.target, _proven(life))", "pass"),
-        ("if request.scheduling.borrows", "if not request.scheduling.borrows"),
-        ("r.new_tokens > r.scheduling.borrows", "r.new_tokens > 0"),
-        ("life.memory.drop(request, 0, request.scheduling.target, _proven(life))", "pass"),
     ),
     *_planted(
         "scheduler",

@@ -535,6 +535,14 @@ class TestPriority:
 
 
 class TestEndings:
+    @pytest.mark.parametrize("least", [0, 1, 3])
+    def test_a_stop_token_counts_behind_min_tokens(self, least: int) -> None:
+        driver = Driver(config(eos_token_ids=frozenset([EOS])), script=lambda name, index: EOS)
+        driver.add(request("r", 5, 9, min_tokens=least))
+        driver.run()
+        assert driver.reason("r") == "stop"
+        assert len(driver.tokens["r"]) == least + 1
+
     def test_a_text_stop_on_the_last_allowed_token_overrides_length(self) -> None:
         driver = Driver()
         driver.add(request("r", 5, 3))
