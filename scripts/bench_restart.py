@@ -1,6 +1,6 @@
 """The first token of a conversation: cold, cached, and after the server was killed and restarted.
 
-Serves the embedded model (or another) with `--kv-offload-path`, asks one long prompt twice, kills
+Serves the embedded model (or another) with a file for its KV, asks one long prompt twice, kills
 the server with SIGKILL, starts it again on the same file, and asks a third time. The answers must
 be the same, and nearly all of the third prompt must come from the file.
 
