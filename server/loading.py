@@ -20,8 +20,11 @@ from server.service import ModelSource, Parts
 from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from runtime.config import SchedulerConfig
+    from runtime.config import SchedulerConfig, SchedulerOptions
+    from runtime.execution.build import ModelInfo
     from runtime.execution.examination import Examination
+    from runtime.execution.model_runner import ModelRunner
+    from runtime.offload.build import Tier
     from server.config import ServerConfig
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
@@ -55,7 +58,6 @@ def load(config: ServerConfig) -> Parts:
             # Importing torch takes longer than the tokenizer, and lets other threads run.
             loading = pool.submit(Tokenizer.load, folder, template)
             from runtime.execution.build import build_runner
-            from runtime.execution.warm_up import time_step
             from runtime.offload.build import build_tier
 
             tokenizer = loading.result()
@@ -72,17 +74,7 @@ def load(config: ServerConfig) -> Parts:
         progress=progress,
     )
     tier = build_tier(config.runner, runner, path, progress)
-    scheduler_config = size_scheduler(
-        config.scheduler,
-        capacity_tokens=runner.info.max_total_tokens,
-        context_length=info.context_length,
-        eos_token_ids=info.eos_token_ids,
-        device_chunk_tokens=runner.info.chunk_tokens,
-        measure=lambda bound_s: measure_steps(
-            partial(time_step, runner), bound_s=bound_s, context_length=info.context_length
-        ),
-        tier=(0, 0) if tier is None else (tier.pages, tier.load_tokens),
-    )
+    scheduler_config = _sized(config.scheduler, runner, info, tier)
     progress(describe_chunks(scheduler_config))
     scheduler = make_scheduler(scheduler_config, config.record)
     if tier is not None:
@@ -95,6 +87,25 @@ def load(config: ServerConfig) -> Parts:
         defaults,
         ModelSource(config.runner.model or name, info.model_type, info.architectures),
         None if tier is None else tier.store,
+    )
+
+
+def _sized(
+    options: SchedulerOptions, runner: ModelRunner, info: ModelInfo, tier: Tier | None
+) -> SchedulerConfig:
+    """The scheduler's options, with what model, device and tier set."""
+    from runtime.execution.warm_up import time_step
+
+    return size_scheduler(
+        options,
+        capacity_tokens=runner.info.max_total_tokens,
+        context_length=info.context_length,
+        eos_token_ids=info.eos_token_ids,
+        device_chunk_tokens=runner.info.chunk_tokens,
+        measure=lambda bound_s: measure_steps(
+            partial(time_step, runner), bound_s=bound_s, context_length=info.context_length
+        ),
+        tier=(0, 0) if tier is None else (tier.pages, tier.load_tokens),
     )
 
 

@@ -11,24 +11,12 @@ import torch
 from ops.gpu.op_set import GpuOps
 from runtime.config import SchedulerConfig
 from runtime.execution.warm_up import warm_up
-from runtime.request import SamplingParams
 from runtime.runner import SampleMasks
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Scheduler
 from tests.ops.gpu.launches import recorded_launches
-from tests.ops.gpu.tiny_decoder import VOCAB_SIZE, make_device, make_runner
+from tests.ops.gpu.tiny_decoder import SAMPLINGS, VOCAB_SIZE, make_device, make_runner
 from tests.runtime.execution.drivers import request, run
-
-SAMPLINGS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.0, frequency_penalty=0.3),
-    SamplingParams(temperature=0.7, seed=1),
-    SamplingParams(temperature=0.7, seed=1, repetition_penalty=1.2),
-    SamplingParams(temperature=0.7, seed=1, top_k=4),
-    SamplingParams(temperature=0.7, seed=1, min_p=0.1, presence_penalty=0.2),
-    SamplingParams(temperature=0.0, logit_bias=((3, 1.0),), logprobs=2),
-    SamplingParams(temperature=0.7, seed=1, top_p=0.9, min_tokens=3, stop_token_ids=frozenset({4})),
-]
 
 
 def first_row_masked(batch: ScheduleBatch) -> SampleMasks | None:

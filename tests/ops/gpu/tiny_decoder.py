@@ -14,6 +14,7 @@ from ops.op_set import AttentionSpec
 from runtime.execution.device import Device, Fence
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.models.decoder import Decoder
+from runtime.request import SamplingParams
 
 if TYPE_CHECKING:
     from ops.blocks.block import Mixer
@@ -24,6 +25,17 @@ VOCAB_SIZE, HIDDEN_SIZE, INTERMEDIATE_SIZE = 211, 48, 80
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 WINDOWS = (0, 24)  # by layer
 PAGE_SIZE = 4
+# Each way to sample, which has kernels of its own.
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, frequency_penalty=0.3),
+    SamplingParams(temperature=0.7, seed=1),
+    SamplingParams(temperature=0.7, seed=1, repetition_penalty=1.2),
+    SamplingParams(temperature=0.7, seed=1, top_k=4),
+    SamplingParams(temperature=0.7, seed=1, min_p=0.1, presence_penalty=0.2),
+    SamplingParams(temperature=0.0, logit_bias=((3, 1.0),), logprobs=2),
+    SamplingParams(temperature=0.7, seed=1, top_p=0.9, min_tokens=3, stop_token_ids=frozenset({4})),
+]
 
 
 def make_device(ops: Backend, where: str = "cpu") -> Device:

@@ -48,7 +48,9 @@ def test_pages_come_back_as_they_were_wherever_they_go(
 
 
 def wait_for(seen: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
     while not seen():
+        assert time.monotonic() < end
         time.sleep(0.001)
 
 
