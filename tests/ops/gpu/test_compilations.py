@@ -38,7 +38,8 @@ def test_serving_compiles_nothing_that_warm_up_and_capture_have_not(tmp_path: Pa
     """As Triton decides it: by constants, types, alignments and values of all arguments. Replayed
     and eager steps take turns, and every way to sample."""
     found = json.loads(output_of("serve_without_compiling.py", tmp_path))
-    assert len(found["before"]) == 12, found["before"]
+    # All there are, but for those of pools of codes and what `_place_heads_kernel` does at once.
+    assert len(found["before"]) == 11, found["before"]
     assert (found["later"], found["noticed"]) == ([], 0)
     paths = ("_replayed_logits", "_replayed_mixed_logits", "_eager_logits")
     assert min(found["paths"][name] for name in paths) >= 5
