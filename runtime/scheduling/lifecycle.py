@@ -127,6 +127,12 @@ class Lifecycle:
         """The running requests and the pending chunk: those that hold a row and KV."""
         return self.running if self.chunked is None else [*self.running, self.chunked]
 
+    @property
+    def holders(self) -> list[Request]:
+        """Requests that may hold a row and KV: the live ones, and those that are leaving."""
+        leaving = [request for flight in self.inflight for request in flight.leaving]
+        return [*self.live.values(), *leaving]
+
     def admit(self, request: Request, cached_tokens: int, now: float) -> None:
         """A request has left the queue for its first chunk, with this much of it cached."""
         record = request.scheduling

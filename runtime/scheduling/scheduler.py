@@ -145,8 +145,7 @@ class Scheduler:
         life.clocks.new_pass(now)
         self._memory.cache.pins.expire(now)
         life.forget_overridable()
-        self._apply_endings(plan)
-        self._apply_deadlines(plan, now)
+        self._apply_ends(plan, now)
         plan.grammars_ready = life.take_ready_grammars(now)
         if len(life.inflight) >= MAX_IN_FLIGHT:
             plan.reason = "wait_commit"
@@ -166,6 +165,18 @@ class Scheduler:
             plan.loads = self._memory.tier.take_loads()
             plan.copies = self._memory.tier.write_behind.name_copies()
         return plan
+
+    def _apply_ends(self, plan: Plan, now: float) -> None:
+        """Recorded ones, then time-outs."""
+        life = self._life
+        for request, finish, announced in life.take_endings():
+            news = life.end(request, finish)
+            if announced:
+                plan.ended.append(news)
+        for request, deadline in life.expired(now):
+            waited = f"({deadline.limit.value}) after {now - deadline.since_s:.3f} s"
+            message = f"Timed out {waited}."
+            plan.ended.append(life.end(request, Finish(FinishReason.TIMEOUT, message=message)))
 
     def _decide(self, plan: Plan, now: float) -> None:
         life = self._life
@@ -340,22 +351,6 @@ class Scheduler:
             raise InvariantError("there is no tier below the pool")
         return self._memory.tier
 
-    # Endings
-
-    def _apply_endings(self, plan: Plan) -> None:
-        life = self._life
-        for request, finish, announced in life.take_endings():
-            news = life.end(request, finish)
-            if announced:
-                plan.ended.append(news)
-
-    def _apply_deadlines(self, plan: Plan, now: float) -> None:
-        life = self._life
-        for request, deadline in life.expired(now):
-            waited = f"({deadline.limit.value}) after {now - deadline.since_s:.3f} s"
-            message = f"Timed out {waited}."
-            plan.ended.append(life.end(request, Finish(FinishReason.TIMEOUT, message=message)))
-
     # Options, cache, statistics, self-check
 
     def change_options(self, **changes: Any) -> None:
@@ -423,10 +418,8 @@ class Scheduler:
 
         Raises: InvariantError: naming the first that is wrong.
         """
-        life = self._life
-        leaving = [request for flight in life.inflight for request in flight.leaving]
-        launched = [flight.batch for flight in life.inflight]
-        check_books(self._memory, [*life.live.values(), *leaving], launched)
+        launched = [flight.batch for flight in self._life.inflight]
+        check_books(self._memory, self._life.holders, launched)
 
     def check_some(self) -> bool:
         """When idle, recounts for a fraction of a millisecond; decides nothing, and changes nothing
