@@ -24,7 +24,7 @@ def parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
 
 
-# --------------------------------------------------------------------------- Log-probabilities
+# Log-probabilities
 
 
 def test_alternatives_are_as_many_as_asked_for_and_sorted(chatter):
@@ -64,7 +64,7 @@ def test_no_alternatives_may_be_asked_for(user, kind):
     assert user.stream(kind, COUNTING, **fields).text() == answer.text()
 
 
-# --------------------------------------------------------------------------- Sampling
+# Sampling
 
 
 def test_a_bias_forces_and_bans(user, kind):
@@ -131,7 +131,7 @@ def test_choices_of_a_greedy_request_are_equal(user, kind):
     assert answer.text(0) == answer.text(1)
 
 
-# --------------------------------------------------------------------------- Wrong values
+# Wrong values
 
 
 @pytest.mark.parametrize("value", [-2473, -1, 1.5, "ten", [1]])
@@ -182,7 +182,7 @@ def test_what_only_others_read_is_ignored(user, kind):
     assert user.generate(kind, "Hello", **fields).text() == user.generate(kind, "Hello").text()
 
 
-# --------------------------------------------------------------------------- Messages
+# Messages
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -258,7 +258,7 @@ def test_a_chat_with_a_model_that_has_no_template_is_refused(completer):
     assert "template" in answer.json["error"]["message"]
 
 
-# --------------------------------------------------------------------------- Formats of answers
+# Formats of answers
 
 
 def of_schema(schema):
