@@ -601,7 +601,7 @@ def test_random_lives_break_no_rule() -> None:
         ),
     )
     assert SchedulerMachine.steps >= STEPS
-    assert SchedulerMachine.acquitted >= 3
+    assert SchedulerMachine.acquitted >= 1
 
 
 @pytest.mark.slow
