@@ -266,7 +266,10 @@ class RunnerConfig:
         metavar="FILE",
     )
     kv_offload_path_gb: float = option(
-        16.0, "GiB that the file of kv_offload_path takes at most; what is oldest goes", above=0
+        16.0,
+        "GiB that the file of kv_offload_path takes at most; what is oldest goes",
+        above=0,
+        at_most=65_536,
     )
     mem_fraction_static: float = option(
         0.88, "share of the GPU's memory for weights and KV together", above=0, at_most=1

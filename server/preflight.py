@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ def check_before_loading(config: ServerConfig) -> None:
                 "otlp_endpoint: needs OpenTelemetry; pip install -e '.[otel]'"
             ) from None
         traces_url(config.otlp_endpoint)
+    _check_memory(config.runner.kv_offload_gb)
     if config.kv_events is not None:
         try:
             from server.generation.kv_events import check_endpoints
@@ -33,6 +35,14 @@ def check_before_loading(config: ServerConfig) -> None:
                 "kv_events: needs pyzmq and msgspec; pip install -e '.[kv-events]'"
             ) from None
         check_endpoints(config.kv_events, config.kv_events_replay)
+
+
+def _check_memory(offload_gb: float) -> None:
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    if offload_gb >= there:
+        raise ConfigError(
+            f"kv_offload_gb {offload_gb:g}: this machine has {there:.1f} GiB of memory in all"
+        )
 
 
 def _check_writable(option: str, path: Path) -> None:

@@ -32,6 +32,7 @@ log = logging.getLogger("loomserve.offload")
 GIB = 1 << 30
 _STAGING_BYTES = 256 << 20  # of host memory where only a file was asked for
 _NEVER = 1 << 30  # tokens
+_MOST_PAGES = 1 << 24  # of a tier: each has an entry in what the scheduler keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def build_tier(
     if not config.kv_offload_gb and config.kv_offload_path is None:
         return None
     mover = PageMover(runner.device, runner.memory.pool, runner.sizes.page_size)
-    held = int(config.kv_offload_gb * GIB) // mover.page_bytes
+    held = min(int(config.kv_offload_gb * GIB) // mover.page_bytes, _MOST_PAGES)
     if config.kv_offload_gb and not held:
         raise ConfigError(
             f"kv_offload_gb {config.kv_offload_gb:g}: a page of KV takes {mover.page_bytes:,} bytes"
@@ -84,7 +85,8 @@ def build_tier(
 
 
 def _file_pages(config: RunnerConfig, mover: PageMover) -> int:
-    return frames_that_fit(int(config.kv_offload_path_gb * GIB), mover.page_bytes)
+    fit = frames_that_fit(int(config.kv_offload_path_gb * GIB), mover.page_bytes)
+    return min(fit, _MOST_PAGES)
 
 
 def _open_file(config: RunnerConfig, mover: PageMover, fingerprint: bytes) -> PageFile | None:

@@ -109,6 +109,7 @@ class PageFile:
         try:
             self._database = self._open()
             fits = self._is_mine()
+            self._written = self._newest()
         except sqlite3.DatabaseError as error:
             if _is_locked(error):
                 raise ConfigError(f"kv_offload_path {path}: another process uses it") from None
@@ -116,7 +117,7 @@ class PageFile:
             fits = False
         if not fits:
             self._begin_anew()
-        self._written = self._newest()
+            self._written = 0
 
     # Opening
 
@@ -148,10 +149,10 @@ class PageFile:
         (pages,) = self._database.execute("PRAGMA page_count").fetchone()
         found = self._database.execute("SELECT value FROM fingerprint").fetchall()
         if (version, found) != (VERSION, [(self._fingerprint,)]):
-            log.info("%s holds KV of another model or setting, and is begun anew", self._path)
+            log.warning("%s holds KV of another model or setting, and is begun anew", self._path)
             return False
         if pages * UNIT > self._most_bytes:
-            log.info("%s is larger than it may be, and is begun anew", self._path)
+            log.warning("%s is larger than it may be, and is begun anew", self._path)
             return False
         self._database.execute("DELETE FROM pages WHERE frame > ?", (self.frames,))
         return True

@@ -32,6 +32,7 @@ def test_a_pool_without_a_page_for_a_request_is_refused():
         ({"trace": "/nope/there/trace.json"}, "trace /nope/there/trace.json: cannot be written"),
         ({"kv_events": "foo"}, "kv_events 'foo'"),
         ({"kv_events": "inproc://a", "kv_events_replay": "tcp://*:x"}, "kv_events_replay"),
+        ({"kv_offload_gb": 1e6}, "kv_offload_gb 1e+06: this machine has"),
         ({"ssl_certfile": "/nope", "ssl_keyfile": "/nope"}, "ssl_certfile /nope"),
     ],
 )

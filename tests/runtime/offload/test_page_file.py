@@ -12,6 +12,7 @@ import pytest
 
 from runtime.errors import ConfigError
 from runtime.offload.page_file import (
+    UNIT,
     FilePage,
     Foreign,
     PageFile,
@@ -182,6 +183,21 @@ def test_damage_costs_pages_and_never_serves_a_wrong_one(tmp_path: Path, seed: i
             assert file.read(frame, keys[frame]) in (None, kv_of(keys[frame]))
     file.write(chain([77, 78], [FRAMES]))  # and it goes on
     file.close()
+
+
+def test_no_page_of_the_database_that_is_lost_keeps_it_from_being_opened(tmp_path: Path) -> None:
+    """Its first bytes become zeros: an index's, a table's, or its roots'."""
+    path = tmp_path / "kv"
+    filled(path)
+    content = path.read_bytes()
+    for page in range(1, len(content) // UNIT):
+        at = page * UNIT
+        path.write_bytes(content[:at] + bytes(64) + content[at + 64 :])
+        file = opened(path)
+        prefixes, keys = file.prefixes()
+        for frame in (frame for prefix in prefixes for frame in prefix.frames):
+            assert file.read(frame, keys[frame]) in (None, kv_of(keys[frame]))
+        file.close()
 
 
 @pytest.mark.parametrize("share", [0.0005, 0.2, 0.7, 0.999])
