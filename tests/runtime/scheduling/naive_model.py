@@ -94,6 +94,7 @@ class NaiveModel:
     arrivals: int = 0
     kept: list[Kept] = field(default_factory=list)  # the one that was asked for last is the last
     before: dict[Head, int] = field(default_factory=dict)  # cached before this pass, with pages
+    read_before: set[int] = field(default_factory=set)  # pages of these that somebody read then
     load_prefixes: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     # Calls
@@ -338,7 +339,9 @@ class NaiveModel:
     def planning(self, now: float) -> None:
         """A pass begins, with which pins end whose time is over."""
         self.kept = [one for one in self.kept if one.until > now]
-        self.before = self._heads() if self.kept else {}
+        if self.kept:
+            self.before = self._heads()
+            self.read_before = self._read(self.before)
 
     def pins_bounded(self) -> None:
         """The bound of all pins may be a new one: those that nobody has asked for longest go."""
@@ -399,17 +402,22 @@ class NaiveModel:
         pinned, heads, actual = self._pinned(), self._heads(), self._pins()
         if actual == self.kept and pinned <= heads.keys():
             return
-        read = {page for request in self._holders() for page in request.pages}
-        for name, tokens in self.load_prefixes.values():
-            # What is to be loaded will hang there.
-            ends = range(self.page_size, len(tokens) + 1, self.page_size)
-            read.update(heads.get((name, tokens[:end]), 0) for end in ends)
+        # Who gave way in this pass may have done so after pins had gone.
+        read = self.read_before | self._read(heads)
         others = heads.keys() & self.before.keys() - pinned
         assert all(heads[head] in read for head in others), "a pin went before what is not pinned"
         for pin in actual:
             longer = [one for one in self.kept if pin.prefix in _beginnings(one.prefix)]
             assert any((pin.key, pin.until) == (one.key, one.until) for one in longer)
         self.kept = actual
+
+    def _read(self, heads: dict[Head, int]) -> set[int]:
+        """Pages that cannot go: requests have them, or what is to be loaded will hang there."""
+        read = {page for request in self._holders() for page in request.pages}
+        for name, tokens in self.load_prefixes.values():
+            ends = range(self.page_size, len(tokens) + 1, self.page_size)
+            read.update(heads.get((name, tokens[:end]), 0) for end in ends)
+        return read
 
     def _pins(self) -> list[Kept]:
         """The scheduler's."""
