@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # A connection whose client has ended its side, and from which no whole request has been read, is
 # closed after this: what it sent before has long reached the parser.
+TURN_S = 0.01  # in which the event loop looks at its sockets once more
 GRACE_S = 0.5
 # A client that may have left is looked at after these times: its reset takes a round trip.
 FIRST_LOOK_S, LATER_LOOKS_S = 0.05, 1.0
@@ -211,7 +212,8 @@ class _Connection(asyncio.Protocol):
     # The one timer
 
     def _close_after(self, seconds: float) -> None:
-        self._after(seconds, self._close)
+        # What came while the loop was held up is read after its timers are looked at.
+        self._after(seconds, lambda: self._after(TURN_S, self._close))
 
     def _close(self) -> None:
         """Closes once all is sent that was written, which a client that does not read prevents."""

@@ -45,3 +45,30 @@ def test_a_connection_whose_last_answer_is_never_read_is_given_up():
 
     loop.run(main())
     assert times == {"never": 1, "slow": 0, "open": 0}
+
+
+def test_a_request_that_came_while_the_process_was_held_up_is_answered():
+    """Seed 1348: after a time longer than a head may take, timers come before what lies in the
+    sockets, so connections were closed that had sent everything in time."""
+    loop = WorldLoop(random.Random(0))
+    network = loop.network = Network(loop, random.Random(0), lambda *_: None)
+    answers = []
+
+    async def main():
+        service = make_fake_service(header_timeout=3.0)
+        service.engine.start()
+        runner = app_runner(service)
+        await runner.setup()
+        await start_listening(service, runner, [ListeningSocket()])  # type: ignore[list-item]
+        client = await network.connect(capacity=1000)
+        await asyncio.sleep(1.0)
+        await client.send(b"GET /version HTTP/1.1\r\nHost: world\r\n\r\n")
+        loop.stall(5.0)
+        answers.append(await client.receive(1000))
+        await service.engine.stop()
+        await runner.cleanup()
+        service.model_format.close()
+        service.tokenizer.close()
+
+    loop.run(main())
+    assert answers[0].startswith(b"HTTP/1.1 200")
