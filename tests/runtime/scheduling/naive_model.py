@@ -350,8 +350,8 @@ class NaiveModel:
             del self.kept[0]
 
     def _keep_prompts(self, batch: ScheduleBatch, failed: Container[int], now: float) -> None:
-        """Prompts that were completed are kept as they ask: those that are still wanted, and that
-        were not dropped with a row that gave no number."""
+        """Prompts that were completed are kept as they ask: those that are still wanted, that were
+        not dropped with a row that gave no number, and that do not start anew."""
         size, config = self.page_size, self.scheduler.config
         most = int(config.pin_share * config.usable_tokens)
         heads = self._heads() if any(request.pins for request in batch.requests) else {}
@@ -359,7 +359,8 @@ class NaiveModel:
             life = self.lives[batch.requests[b].request_id]
             request = life.request
             end = batch.prefix_lens[b] + batch.extend_lens[b]
-            if b >= batch.num_prefill or index in failed or life.ended or life.ending:
+            gone = life.ended or life.ending or life.starts_anew
+            if b >= batch.num_prefill or index in failed or gone:
                 continue
             tokens = (*request.input_ids, *request.output_ids)[:end]
             whole = request.namespace, tokens[: end // size * size]
