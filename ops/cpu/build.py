@@ -46,10 +46,15 @@ INSTRUCTION_PATHS: dict[str, tuple[str, ...]] = {
     "avx512": _AVX512,
     "avx2_vnni": (*_AVX2, "avx_vnni"),
     "avx2": _AVX2,
+    "neon_matrix": ("asimd", "asimddp", "bf16", "i8mm"),
     "neon_dot": ("asimd", "asimddp"),
     "neon": ("asimd",),
 }
-_ARM_FLAGS = {"neon_dot": "-march=armv8.2-a+dotprod", "neon": "-march=armv8-a"}
+_ARM_FLAGS = {
+    "neon_matrix": "-march=armv8.2-a+dotprod+bf16+i8mm",
+    "neon_dot": "-march=armv8.2-a+dotprod",
+    "neon": "-march=armv8-a",
+}
 
 # No contraction: a product and a sum become one instruction only where the source says so, so
 # that the same expression rounds alike wherever it is inlined.

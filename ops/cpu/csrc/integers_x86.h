@@ -52,6 +52,23 @@ inline F16 from_halves(__m256i lo, __m256i hi) {
 #endif
 
 #if defined(LOOM_ZMM) && defined(__AVX512VNNI__)
+using Words = __m512i;
+inline Words all_words(int word) { return _mm512_set1_epi32(word); }
+#else
+using Words = __m256i;
+inline Words all_words(int word) { return _mm256_set1_epi32(word); }
+#endif
+
+struct Quad {
+  Words v;
+  explicit Quad(const char* x) {
+    int quad;
+    memcpy(&quad, x, 4);
+    v = all_words(quad);
+  }
+};
+
+#if defined(LOOM_ZMM) && defined(__AVX512VNNI__)
 
 struct Bytes {
   __m512i v;
@@ -63,15 +80,6 @@ inline Bytes weights_of(const char* line, int q) {
   if (kind == LOOM_KIND_INT8) return {x};
   return {_mm512_and_si512(q ? _mm512_srli_epi32(x, 4) : x, _mm512_set1_epi8(15))};
 }
-
-struct Quad {
-  __m512i v;
-  explicit Quad(const char* x) {
-    int quad;
-    memcpy(&quad, x, 4);
-    v = _mm512_set1_epi32(quad);
-  }
-};
 
 template <int kind>
 struct GroupSum {
@@ -106,15 +114,6 @@ inline Bytes weights_of(const char* line, int q) {
 #endif
   return {lo, hi};
 }
-
-struct Quad {
-  __m256i v;
-  explicit Quad(const char* x) {
-    int quad;
-    memcpy(&quad, x, 4);
-    v = _mm256_set1_epi32(quad);
-  }
-};
 
 template <int kind>
 struct GroupSum {

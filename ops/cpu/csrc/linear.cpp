@@ -6,6 +6,9 @@
 
 #include "quantized_tiles.h"
 #include "tiles.h"
+#if defined(__aarch64__)
+#include "matrix_tiles_neon.h"
+#endif
 
 namespace loom {
 
@@ -35,6 +38,8 @@ template <int R, int P>
 void bf16_tile(const Tile& t) {
 #if defined(__AVX512BF16__)
   tile_bf16_by_dot<R, P>(t);
+#elif defined(LOOM_BFMMLA)
+  one_by_one(t, tile_bf16_by_matrix<R>);
 #else
   if constexpr (pair_fits(R)) {
     tile_bf16_by_fma<R, P>(t);
@@ -54,9 +59,18 @@ constexpr TileTable<sizeof...(R)> bf16_table(std::index_sequence<R...>) {
   return {bf16_tile<R + 1, panels>...};
 }
 
+template <int kind, int R>
+void quantized_tile(const Tile& t) {
+#if defined(LOOM_SMMLA)
+  one_by_one(t, tile_quantized_by_matrix<kind, R>);
+#else
+  tile_quantized<kind, R>(t);
+#endif
+}
+
 template <int kind, size_t... R>
 constexpr TileTable<sizeof...(R)> quantized_table(std::index_sequence<R...>) {
-  return {tile_quantized<kind, R + 1>...};
+  return {quantized_tile<kind, R + 1>...};
 }
 
 constexpr auto kFloatTiles = float_table<2>(std::make_index_sequence<kRowTile>());
@@ -102,8 +116,8 @@ void tile_bf16(int rows, const Tile& tile) { kBf16Tiles[size_t(rows - 1)](tile);
 void tile_bf16_wide(int rows, const Tile& tile) { kBf16WideTiles[size_t(rows - 1)](tile); }
 #endif
 
-Format input_format([[maybe_unused]] int kind) {
-#if defined(__AVX512BF16__)
+Format input_format(int kind) {
+#if defined(__AVX512BF16__) || defined(LOOM_BFMMLA)
   if (kind == LOOM_KIND_BF16) return Format::kBf16;
 #endif
   return is_quantized(kind) ? Format::kInt8 : Format::kFloat;
@@ -111,7 +125,7 @@ Format input_format([[maybe_unused]] int kind) {
 
 int64_t padded_k(int kind, int64_t k) {
   if (is_quantized(kind)) return round_up(k, kGroup);
-  return kind == LOOM_KIND_BF16 ? round_up(k, 2) : k;
+  return kind == LOOM_KIND_BF16 ? round_up(k, kBf16Block) : k;
 }
 
 int64_t panel_bytes(int kind, int64_t k) {
@@ -334,9 +348,8 @@ void run_blocked(const Piece& piece, const RowTiles& tiles) {
 
 void run_piece(const Piece& piece, const RowTiles& tiles, const TileFunction* by_rows) {
 #if !defined(LOOM_ZMM)
-  if (tiles.last - tiles.first > 1 && !is_quantized(piece.layer.kind)) {
-    return run_blocked(piece, tiles);
-  }
+  bool of_floats = input_format(piece.layer.kind) == Format::kFloat;
+  if (of_floats && tiles.last - tiles.first > 1) return run_blocked(piece, tiles);
 #endif
   run_whole(piece, tiles, by_rows);
 }

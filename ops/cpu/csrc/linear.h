@@ -3,7 +3,8 @@
 // Layout. A weight [N, K] becomes ceil(N / 16) panels of 16 outputs each. A panel lists its K in
 // order, one 64-byte line per step:
 //   float32   1 k a line:  16 floats
-//   bfloat16  2 k a line:  16 pairs (k, k + 1), what one dpbf16 instruction takes
+//   bfloat16  2 k a line:  16 pairs (k, k + 1), what one dpbf16 instruction takes; for bfmmla 4 k in
+//             two lines: 16 quads
 //   int8      4 k a line:  16 quads of unsigned bytes (w / scale + 128); after the lines, 16 half
 //             scales per 32 k
 //   int4      8 k a line:  16 quads in the low halves (k .. k + 3) and in the high halves
@@ -33,6 +34,11 @@ namespace loom {
 constexpr int kPanel = 16;  // outputs of a panel
 constexpr int kPair = 2 * kPanel;
 constexpr int kGroup = 32;  // k that share a scale, of weights and of quantized inputs
+#if defined(LOOM_BFMMLA)
+constexpr int kBf16Block = 4;  // k of an output that lie side by side in a bfloat16 panel
+#else
+constexpr int kBf16Block = 2;
+#endif
 
 // How the input rows of a linear layer are stored: by the weight's kind and by the machine.
 enum class Format { kFloat, kBf16, kInt8 };

@@ -46,7 +46,11 @@ void pack_bf16(const Stretch& x, int count, int lane, char* lines) {
   store(values + kLanes, x.high);
   uint32_t words[kGroup / 2];
   memcpy(words, values, sizeof(words));
-  for (int i = 0; i < (count + 1) / 2; i++) put(words[i], lines + 64 * i, lane);
+  constexpr int side_by_side = kBf16Block / 2;
+  for (int i = 0; i < (count + 1) / 2; i++) {
+    int block = i / side_by_side * side_by_side;
+    put(words[i], lines + 64 * block, side_by_side * lane + i % side_by_side);
+  }
 }
 
 void pack_int8(const Stretch& x, int lane, char* lines, char* scales) {

@@ -1,17 +1,12 @@
 // F16 of simd.h in two AVX2 registers; needs FMA and F16C.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <cstring>
 
-namespace loom {
+#include "simd_x86.h"
 
-inline half to_half(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
-inline float to_float_half(half h) { return _cvtsh_ss(h); }
-inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
-inline void pause() { _mm_pause(); }
+namespace loom {
 
 struct F16 {
   __m256 lo, hi;

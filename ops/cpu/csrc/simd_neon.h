@@ -7,6 +7,14 @@
 #include <cstdint>
 #include <cstring>
 
+// Products of small matrices, of bfloat16 and of bytes; Arm has both since 8.6.
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define LOOM_BFMMLA
+#endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define LOOM_SMMLA
+#endif
+
 namespace loom {
 
 inline half to_half(float f) {

@@ -20,7 +20,8 @@ import torch
 
 from ops.cpu import build
 from ops.op_set import AttentionSpec, SamplingTensors
-from tests.ops.cpu.cases import generator, paged_batch
+from ops.reference import ReferenceOps
+from tests.ops.cpu.cases import generator, paged_batch, prefill_step, tiny_model
 from tests.ops.cpu.conftest import open_ops
 
 if TYPE_CHECKING:
@@ -34,18 +35,23 @@ COMPILER, EMULATOR, ROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch6
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 # A trap needs no library of the sanitizer's.
 CHECKS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
-# A processor that has what the path needs and, for the plain one, no more.
-PROCESSORS = {"neon_dot": "max", "neon": "cortex-a53"}
+# Processors that have what a path needs and, but for the first, no more.
+PROCESSORS = {"neon_matrix": "max", "neon_dot": "neoverse-n1", "neon": "cortex-a53"}
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 
 
 @pytest.fixture(scope="module", params=PROCESSORS)
-def harness(request, tmp_path_factory):
+def path(request) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def harness(path, tmp_path_factory):
     """Runs commands on a path of Arm; returns the floats that come out."""
     missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{' and '.join(missing)} not found (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    path: str = request.param
     folder = tmp_path_factory.mktemp(path)
     flags = (*FLAGS, *CHECKS, *build.machine_flags(path), f"-I{build.SOURCES}")
     sources = [*sorted(build.SOURCES.glob("*.cpp")), Path(__file__).with_name("harness.cpp")]
@@ -92,20 +98,75 @@ def check_equal(got: np.ndarray, want: list[Tensor]) -> None:
     torch.testing.assert_close(torch.from_numpy(got), together, rtol=0, atol=0, equal_nan=True)
 
 
-def test_linear_layers_give_the_bits_of_avx2(harness, avx2):
+def kinds_with_bits_of_avx2(path: str) -> list[str]:
+    """All but bfloat16 where there are products of it: its inputs are rounded there."""
+    return [kind for kind in KINDS if (path, kind) != ("neon_matrix", "bfloat16")]
+
+
+def test_linear_layers_give_the_bits_of_avx2(path, harness, avx2):
     rand = generator()
     commands, want = [], []
-    for kind, number in KINDS.items():
+    for kind in kinds_with_bits_of_avx2(path):
         for n, k, rows in ((1, 1, 1), (33, 37, 7), (50, 200, 13), (40, 387, 101)):
             weight, bias = torch.randn(n, k, generator=rand), torch.randn(n, generator=rand)
             x = torch.randn(rows, k, generator=rand)
             if rows == 13:
                 x[3, 5], x[4] = float("nan"), 0.0
-            commands.append(numbers(1, number, n, k, rows) + data(weight, x, bias))
-            quantization = kind if kind.startswith("int") else None
+            commands.append(numbers(1, KINDS[kind], n, k, rows) + data(weight, x, bias))
             weight = weight.bfloat16() if kind == "bfloat16" else weight
-            want.append(avx2.linear(x, avx2.pack_linear(weight, bias, quantization=quantization)))
+            packed = avx2.pack_linear(weight, bias, quantization=quantization_of(kind))
+            want.append(avx2.linear(x, packed))
     check_equal(harness(*commands), want)
+
+
+def test_bfloat16_layers_equal_the_product_in_float64(harness):
+    """Of rounded inputs, where the path rounds them; K is no multiple of what a product takes."""
+    rand = generator(1)
+    for n, k, rows in ((1, 1, 1), (33, 37, 7), (40, 387, 101), (50, 202, 6)):
+        weight, x = torch.randn(n, k, generator=rand), torch.randn(rows, k, generator=rand)
+        weight, x, bias = weight.bfloat16().float(), x.bfloat16().float(), torch.randn(n)
+        commands = numbers(1, KINDS["bfloat16"], n, k, rows) + data(weight, x, bias)
+        got = torch.from_numpy(harness(commands)).view(rows, n)
+        want = x.double() @ weight.double().T + bias
+        # Sums of 387 products of about 1 in float32.
+        torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-4)
+
+
+def quantization_of(kind: str) -> str | None:
+    return kind if kind.startswith("int") else None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_step_gives_the_logits_of_avx2(path, harness, avx2, kind):
+    """The harness compares them with those of chunks, single tokens, other rows and threads."""
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    model = tiny_model(avx2, dtype, quantization=quantization_of(kind))
+    decoder, step = avx2.compile(model), prefill_step(model, [(70, 70)], dtype)
+    assert decoder is not None
+    want = decoder(step)
+    got = harness(model_command(kind, dtype, step.input_ids))
+    if kind in kinds_with_bits_of_avx2(path):
+        check_equal(got, [want])
+    else:
+        # Scores and weights in bfloat16 (8 bits) through two layers; the logits are around 1.
+        error = float((torch.from_numpy(got).view_as(want) - want).abs().max())
+        assert error <= 0.05 * float(want.abs().max())
+
+
+def model_command(kind: str, dtype: torch.dtype, ids: Tensor) -> bytes:
+    """`TINY`, whose layers are equal, with its weights and a prompt."""
+    model: Any = tiny_model(ReferenceOps(), dtype)
+    first, mlp = model.layers[0][0].mixer, model.layers[0][1].mixer
+    sizes = [model.vocab_size, model.hidden_size, first.heads, first.kv_heads, first.head_dim]
+    sizes += [mlp.intermediate_size, len(model.layers), len(first.rope), len(ids)]
+    tensors = [model.embedding, first.rope]
+    for attend, feed in model.layers:
+        tensors += [attend.norm.weight, attend.mixer.qkv[0], attend.mixer.o[0]]
+        tensors += [feed.norm.weight, feed.mixer.gate_up[0], feed.mixer.down[0]]
+    tensors += [model.final_norm.weight, model.lm_head[0]]
+    pool = 1 if dtype == torch.bfloat16 else 0
+    head = numbers(6, KINDS[kind], pool, *sizes)
+    return head + data(*(tensor.float() for tensor in tensors), ids)
 
 
 def test_the_largest_integers_add_up_exactly(harness):
