@@ -74,6 +74,31 @@ class AttentionBatch:
     decode: AttentionBatch | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentBatch:
+    """Which states each row of a step goes on from, and where they are left; the same for all
+    layers of the step. Rows stand in the order of their tokens.
+
+    Args:
+        sources: [B] int64, the state slot that a row goes on from; not read where it is `fresh`.
+        slots: [B] int64, the state slot that its state is left in.
+        fresh: [B] bool, the row begins with zeros.
+        starts: [B] int64, its first token in the step's T tokens. lengths: [B] int64, its tokens.
+        token_rows: [T] int64, the row of each token.
+        order: [B] int64, the rows by length, the longest first; equally long ones as they stand.
+        counts: lengths, on the host, in the order of `order`.
+    """
+
+    sources: Tensor
+    slots: Tensor
+    fresh: Tensor
+    starts: Tensor
+    lengths: Tensor
+    token_rows: Tensor
+    order: Tensor
+    counts: tuple[int, ...]
+
+
 class KvScales(NamedTuple):
     """What a pool of codes is read with (`ops.kv_codes`): k, v [S, HK] float32."""
 
@@ -277,6 +302,37 @@ class OpSet(Protocol):
         fixed when a step is captured, and padded. Tokens behind qo_indptr[-1], which are padding
         too, get something finite.
         """
+        ...
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch
+    ) -> Tensor:
+        """Convolution of each channel along a row's tokens: y[p] = sum over j of
+        weight[j] * x[p - K + 1 + j] -> [T, C] float32, for x [T, C] strided, weight [K, C] float32.
+        What stands before a row's new tokens is its state; states [N, K - 1, C] float32 are then
+        its last K - 1 inputs. A token's result is the same to the bit whatever else is computed in
+        the step, and wherever the step begins."""
+        ...
+
+    def gated_delta(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        states: Tensor,
+        batch: RecurrentBatch,
+    ) -> Tensor:
+        """The gated delta rule (arXiv:2412.06464), token by token, [T, HV, E] float32:
+
+            S = exp(decay) * S;  S = S + k (rate * (v - k S));  out = q S
+
+        with q and k of length 1 (their squares' sum has 1e-6 added), and q / sqrt(D).
+        q, k [T, HK, D] (strided), of which each serves HV / HK neighbouring heads of v [T, HV, E];
+        decay, rate [T, HV] float32; the rows' S are in states [N, HV, D, E] float32. A token's
+        result is the same to the bit whatever else is computed in the step, and wherever the step
+        begins."""
         ...
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Expert,
         HeadNorm,
         KvScales,
+        RecurrentBatch,
         Routing,
         SamplingTensors,
     )
@@ -308,6 +309,61 @@ def sample(logits: Tensor, s: SamplingTensors) -> Tensor:
     return chosen
 
 
+def causal_conv(x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch) -> Tensor:
+    kept, where = weight.shape[0] - 1, x.device
+    rows, tokens = batch.starts.shape[0], x.shape[0]
+    # The inputs of all rows in one line, each behind those of its state.
+    begins = batch.starts + kept * torch.arange(rows, device=where)
+    past = begins[:, None] + torch.arange(kept, device=where)
+    new = torch.arange(tokens, device=where) + kept * (batch.token_rows + 1)
+    line = torch.empty(tokens + kept * rows, x.shape[1], device=where)
+    line[past] = _states_before(states, batch)
+    line[new] = x.float()
+    out = line[new - kept] * weight[0]
+    for j in range(1, kept + 1):
+        out += line[new - kept + j] * weight[j]
+    states[batch.slots] = line[past + batch.lengths[:, None]]
+    return out
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    states: Tensor,
+    batch: RecurrentBatch,
+) -> Tensor:
+    """The n rows that have a token number t are the first of `order`."""
+    shared = v.shape[1] // k.shape[1]
+    q, k = (_of_length_1(x.float()).repeat_interleave(shared, dim=1) for x in (q, k))
+    q, v, factor = q * q.shape[-1] ** -0.5, v.float(), decay.exp()
+    state = _states_before(states, batch)[batch.order]
+    starts, n = batch.starts[batch.order], len(batch.counts)
+    out = torch.empty(v.shape, device=v.device)
+    for t in range(max(batch.counts)):
+        while batch.counts[n - 1] <= t:
+            n -= 1
+        at, live = starts[:n] + t, state[:n]
+        key = k[at].unsqueeze(-1)
+        live *= factor[at][..., None, None]
+        error = v[at] - (live * key).sum(-2)
+        live += key * (error * rate[at].unsqueeze(-1)).unsqueeze(-2)
+        out[at] = (live * q[at].unsqueeze(-1)).sum(-2)
+    states[batch.slots[batch.order]] = state
+    return out
+
+
+def _states_before(states: Tensor, batch: RecurrentBatch) -> Tensor:
+    fresh = batch.fresh.view(-1, *[1] * (states.ndim - 1))
+    return states[batch.sources].masked_fill(fresh, 0.0)
+
+
+def _of_length_1(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
 def pack_experts_one_by_one(
     ops: Any, experts: Iterable[Expert], *, quantization: str | None = None
 ) -> Any:
@@ -335,6 +391,8 @@ class ReferenceOps:
     extend_attention = staticmethod(extend_attention)
     decode_attention = staticmethod(extend_attention)
     mixed_attention = staticmethod(mixed_attention)
+    causal_conv = staticmethod(causal_conv)
+    gated_delta = staticmethod(gated_delta)
     silu_and_mul = staticmethod(silu_and_mul)
     gelu_and_mul = staticmethod(gelu_and_mul)
     clamped_silu_and_mul = staticmethod(clamped_silu_and_mul)

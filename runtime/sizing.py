@@ -23,6 +23,7 @@ def size_scheduler(
     device_chunk_tokens: int | None,
     measure: Callable[[float], MeasuredSteps],
     tier: tuple[int, int] = (0, 0),
+    recurrent: bool = False,
 ) -> SchedulerConfig:
     """The options with what they leave open filled in.
 
@@ -35,9 +36,11 @@ def size_scheduler(
         measure: times steps of the device until they near the given seconds; called only where
             chunks are sized by time.
         tier: pages that the tier below the pool holds, and the fewest tokens worth a load from it.
+        recurrent: KV alone is no prefix that a request could start from.
     Raises: ConfigError: the options do not fit what was derived.
     """
     given = {item.name: getattr(options, item.name) for item in options_of(SchedulerOptions)}
+    given["disable_radix_cache"] |= recurrent
     sized = given["chunked_prefill_size"] is not None
 
     def made(**derived: Any) -> SchedulerConfig:

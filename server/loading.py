@@ -106,6 +106,7 @@ def _sized(
             partial(time_step, runner), bound_s=bound_s, context_length=info.context_length
         ),
         tier=(0, 0) if tier is None else (tier.pages, tier.load_tokens),
+        recurrent=runner.info.recurrent,
     )
 
 

@@ -26,6 +26,7 @@ class Attention:
             second, R at most head_dim; None: no rotary positions.
         q_norm, k_norm: of each head, before the rotary positions.
         qk_norm_whole: they are of all heads together instead (OLMo).
+        gate: linear, H -> q heads: what o reads is multiplied by its sigmoid (Qwen 3 Next).
     """
 
     heads: int
@@ -39,6 +40,7 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     qk_norm_whole: bool = False
+    gate: Weight | None = None
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -72,8 +74,10 @@ class Attention:
             interleaved=self.rope_interleaved,
             scales=scales,
         )
-        out = attend(q, k_pool, v_pool, step.attention, self.spec, ops, scales)
-        return ops.linear(out.flatten(1), self.o)
+        out = attend(q, k_pool, v_pool, step.attention, self.spec, ops, scales).flatten(1)
+        if self.gate is not None:
+            out = out * ops.linear(x, self.gate).sigmoid()
+        return ops.linear(out, self.o)
 
     def _normed(self, x: Tensor, norm: Norm | None, ops: OpSet) -> Tensor:
         return x if norm is None else ops.rms_norm(x, norm.weight, norm.eps)

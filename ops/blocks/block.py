@@ -10,14 +10,14 @@ block or of its mixer, so a model is a list of blocks and no layer need be like 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from ops.op_set import AttentionBatch, OpSet
+    from ops.op_set import AttentionBatch, OpSet, RecurrentBatch
 
 # A weight of a block. In a loaded model it is what `OpSet.pack_linear` or `pack_experts` returned,
 # or a tensor; where a family describes a model, it says what to read (runtime/models/sources.py).
@@ -34,7 +34,9 @@ class DecoderStep:
         attention: the step's rows.
         logit_tokens: [N] int64, indices into the T tokens: whose logits are wanted.
         caches: for each block the tensors of its `Mixer.cache_shapes`, [S, ...] each;
-            behind pools of codes their scales (`ops.kv_codes`), of one dimension less.
+            behind pools of codes their scales (`ops.kv_codes`), of one dimension less. Of a
+            recurrent mixer: those of its `state_shapes`, [N, ...] each.
+        recurrent: the rows' states; None where no mixer is recurrent.
     """
 
     input_ids: Tensor
@@ -43,6 +45,7 @@ class DecoderStep:
     attention: AttentionBatch
     logit_tokens: Tensor
     caches: Sequence[tuple[Tensor, ...]]
+    recurrent: RecurrentBatch | None = None
 
 
 class Mixer(Protocol):
@@ -55,6 +58,16 @@ class Mixer(Protocol):
 
     def run(self, x: Tensor, cache: tuple[Tensor, ...], step: DecoderStep, ops: OpSet) -> Tensor:
         """The op-by-op form: [T, H] for x [T, H] of the step's tokens. It must not change x."""
+        ...
+
+
+@runtime_checkable
+class RecurrentMixer(Mixer, Protocol):
+    """A mixer whose output follows from a state that every token of a row changes."""
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What it keeps of every row: the shape of each tensor behind [N], in float32."""
         ...
 
 

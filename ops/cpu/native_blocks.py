@@ -61,7 +61,7 @@ class CompiledKind:
 
 def _attention_fits(mixer: Attention) -> bool:
     packed = isinstance(mixer.qkv, NativeLinear) and isinstance(mixer.o, NativeLinear)
-    return packed and head_dim_fits(mixer.head_dim)
+    return packed and head_dim_fits(mixer.head_dim) and mixer.gate is None
 
 
 def _fill_attention(block: structs.Block, mixer: Attention, kept: Kept) -> None:

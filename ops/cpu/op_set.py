@@ -118,6 +118,9 @@ class CpuOps:
         attend = self.extend_attention
         return reference.mixed_attention(q, k_pool, v_pool, batch, spec, scales, attend)
 
+    causal_conv = staticmethod(reference.causal_conv)
+    gated_delta = staticmethod(reference.gated_delta)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate.float()).mul_(up).to(x.dtype)

@@ -42,6 +42,8 @@ class GpuOps:
     extend_attention = staticmethod(extend_attention)
     decode_attention = staticmethod(decode_attention)
     mixed_attention = staticmethod(mixed_attention)
+    causal_conv = staticmethod(reference.causal_conv)
+    gated_delta = staticmethod(reference.gated_delta)
     silu_and_mul = staticmethod(silu_and_mul)
     gelu_and_mul = staticmethod(gelu_and_mul)
     clamped_silu_and_mul = staticmethod(reference.clamped_silu_and_mul)

@@ -15,6 +15,7 @@ from runtime.errors import ConfigError, ModelError, shown
 from runtime.execution.cuda_graph_runner import CudaRecorder
 from runtime.execution.device import DTYPES, Device, open_device
 from runtime.execution.graph_capture import capture_graphs, plan_graphs
+from runtime.execution.kv_pool import bytes_per_state
 from runtime.execution.kv_sizing import check_memory, total_tokens, work_bytes
 from runtime.execution.long_prompt_rows import LongPromptRows
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
@@ -90,6 +91,8 @@ def build_runner(
     model = loader.load(tokenizer_size or family.model.vocab_size)
     info = _model_info(checkpoint, context_length, tokenizer_eos_id, model.vocab_size)
     decoder = _make_decoder(model, device, path)
+    if bytes_per_state(model):
+        device = replace(device, graphs=False)  # a row's tokens are gone through one by one
     sizes = RunnerSizes(
         page_size=page_size,
         total_tokens=0,

@@ -115,6 +115,8 @@ def make_forward_batch(
         if rope_rows is not None:
             decoding = step.positions[: batch.num_decode]
             step = replace(step, positions=torch.cat((decoding, rope_rows)))
+    if memory.states is not None:
+        step = replace(step, recurrent=memory.states.of(batch, decode_first=True))
     return ForwardBatch(step, sampled)
 
 
@@ -182,6 +184,7 @@ def _make_on_host(
         attention,
         _wide(wanted),
         memory.pool.caches,
+        None if memory.states is None else memory.states.of(batch, decode_first=False),
     )
     return ForwardBatch(
         step, SampledRows(_wide(rows[sampled]), _wide(view(batch.sample_positions)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ops.blocks.block import RecurrentMixer
 from ops.kv_codes import LARGEST, scale_shapes
 from runtime.scheduling.page_allocator import pages_for
 
@@ -18,43 +19,74 @@ if TYPE_CHECKING:
     from ops.blocks.block import Block
     from ops.decoder import DecoderModel
     from runtime.execution.long_prompt_rows import LongPromptRows
+    from runtime.execution.state_rows import StateRows
+
+
+Parts = list[tuple[tuple[int, ...], torch.dtype]]  # of what is kept: shape and type of each tensor
 
 
 class KVPool:
-    """What each block keeps of the tokens in every slot.
+    """What each block keeps of the tokens in every slot, and of the rows in every state slot.
 
-    The first page is reserved: padding reads and writes it, no request owns it.
+    The first page and the first state slot are reserved: padding reads and writes them, no request
+    owns them.
 
     Args:
+        slots: of tokens. states: of rows.
         caches: for each block of the model its tensors, [S, ...] each: K and V of an attention,
-            none of an MLP; behind pools of codes (`ops.kv_codes`) their scales, in float32.
+            none of an MLP; behind pools of codes (`ops.kv_codes`) their scales, in float32. Of a
+            recurrent block: its states, [states, ...] each, in float32.
     """
 
     def __init__(
-        self, model: DecoderModel, slots: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        model: DecoderModel,
+        slots: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        states: int = 0,
     ) -> None:
         # Zeros, not empty: what padding reads is finite. On a CPU the pages of the memory are
         # taken when first written, so a large pool costs nothing until it is used.
+        def zeros(count: int, kept: Parts) -> tuple[Tensor, ...]:
+            made = [torch.zeros((count, *shape), device=device, dtype=kind) for shape, kind in kept]
+            return tuple(made)
+
+        by_token = [zeros(slots, _of_a_token(block, dtype)) for block in model.blocks]
+        by_row = [zeros(states, _of_a_row(block)) for block in model.blocks]
         self.caches: list[tuple[Tensor, ...]] = [
-            tuple(
-                torch.zeros((slots, *shape), device=device, dtype=kind)
-                for shape, kind in _of_a_token(block, dtype)
-            )
-            for block in model.blocks
+            a + b for a, b in zip(by_token, by_row, strict=True)
         ]
+        self._by_token = by_token
 
     def tensors(self) -> list[Tensor]:
-        """All memory of the pool."""
-        return [tensor for cache in self.caches for tensor in cache]
+        """All memory of the slots of tokens."""
+        return [tensor for cache in self._by_token for tensor in cache]
 
 
 def bytes_per_token(model: DecoderModel, dtype: torch.dtype) -> int:
     """Memory of one token over all blocks, scales included."""
-    kept = [part for block in model.blocks for part in _of_a_token(block, dtype)]
+    return sum(_bytes(_of_a_token(block, dtype)) for block in model.blocks)
+
+
+def bytes_per_state(model: DecoderModel) -> int:
+    """Memory of one row's recurrent state over all blocks; 0: the model has none."""
+    return sum(_bytes(_of_a_row(block)) for block in model.blocks)
+
+
+def _bytes(kept: Parts) -> int:
     return sum(math.prod(shape) * kind.itemsize for shape, kind in kept)
 
 
-def _of_a_token(block: Block, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _of_a_row(block: Block) -> Parts:
+    """Shape and type of each tensor that a block keeps of a row."""
+    mixer = block.mixer
+    shapes = mixer.state_shapes if isinstance(mixer, RecurrentMixer) else ()
+    return [(shape, torch.float32) for shape in shapes]
+
+
+def _of_a_token(block: Block, dtype: torch.dtype) -> Parts:
     """Shape and type of each tensor that a block keeps of a token."""
     shapes = block.mixer.cache_shapes
     scales = scale_shapes(shapes) if dtype in LARGEST else ()
@@ -100,9 +132,11 @@ class StepMemory:
         next_tokens: [R] int64, the newest token of each request row: the sampler writes it, the
             next step's decode rows read it, and the host waits for neither.
         long_prompts: None where every token's row of the rotary tables is its position.
+        states: None where the model is not recurrent.
     """
 
     block_table: BlockTable
     pool: KVPool
     next_tokens: Tensor
     long_prompts: LongPromptRows | None = None
+    states: StateRows | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from runtime.config import CPU_TOTAL_TOKENS
 from runtime.errors import ConfigError
 from runtime.execution.graph_capture import rehearse_graphs
-from runtime.execution.kv_pool import block_table_bytes, bytes_per_token
+from runtime.execution.kv_pool import block_table_bytes, bytes_per_state, bytes_per_token
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.execution.sampler import state_bytes
 from runtime.execution.warm_up import largest_step
@@ -80,17 +80,21 @@ def check_memory(sizes: RunnerSizes, device: Device, model: DecoderModel) -> Non
     """Raises: ConfigError: pool and block table could not be had even from an empty device."""
     kv = sizes.total_tokens * bytes_per_token(model, device.kv_dtype)
     table = block_table_bytes(sizes.rows, sizes.context_length, sizes.page_size)
+    states = (sizes.rows + 1) * bytes_per_state(model)
     there = device.memory_bytes()
-    if kv + table > there:
+    if kv + table + states > there:
+        recurrent = f", recurrent states of {states:,}" if states else ""
         raise ConfigError(
             f"max_total_tokens {sizes.total_tokens} with max_running_requests {sizes.rows}: KV of"
-            f" {kv:,} bytes and a block table of {table:,}; this device has {there:,} in all"
+            f" {kv:,} bytes{recurrent} and a block table of {table:,}; this device has {there:,} in"
+            " all"
         )
 
 
 def _row_bytes(model: DecoderModel, sizes: RunnerSizes) -> int:
     table = block_table_bytes(sizes.rows, sizes.context_length, sizes.page_size)
-    return table + state_bytes(sizes.rows + 1, model.vocab_size)
+    states = (sizes.rows + 1) * bytes_per_state(model)
+    return table + states + state_bytes(sizes.rows + 1, model.vocab_size)
 
 
 def _tokens_that_fit(config: RunnerConfig, device: Device, model: DecoderModel, work: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,16 +19,16 @@ from runtime.execution.forward_batch import (
     prompt_token_indices,
     upload_step,
 )
-from runtime.execution.kv_pool import BlockTable, KVPool, StepMemory
+from runtime.execution.kv_pool import BlockTable, KVPool, StepMemory, bytes_per_state
 from runtime.execution.launchers import Launcher, StreamLauncher, ThreadLauncher
 from runtime.execution.logprobs import LogprobTensors, concatenate, logprobs_of, records
-from runtime.execution.packed_step import unpack_step
+from runtime.execution.packed_step import NO_INTS, unpack_step
 from runtime.execution.sampler import Sampled, Sampler
+from runtime.execution.state_rows import StateRows
 from runtime.runner import RunnerInfo, StepOutput
+from runtime.scheduling.schedule_batch import ScheduleBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from runtime.execution.device import Device, Fence
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
     from runtime.execution.long_prompt_rows import LongPromptRows
     from runtime.execution.packed_step import StepShape
     from runtime.models.decoder import Decoder
-    from runtime.request import Request
     from runtime.runner import LaunchedStep, SampleMasks
-    from runtime.scheduling.schedule_batch import ScheduleBatch
 
 # Tokens whose logits are made at once for prompt log-probabilities: bounds [n, V] float32.
 _PROMPT_SLICE = 256
 # A compiled decoder makes all of a step's logits at once; beyond this the step runs op by op.
 _COMPILED_PROMPT_ROWS = 1024
+# Of a row whose recurrent state is computed again, at once.
+_STATE_TOKENS = 512
 _NOTHING_LEFT = (
     "no token could be sampled: the model's logits hold a NaN, or bias, bans and grammar together"
     " leave no token"
@@ -110,11 +111,19 @@ class ModelRunner:
         self.graphs = graphs
         self.mixed_graphs = mixed_graphs
         where = device.torch_device
+        recurrent = bytes_per_state(decoder.model) > 0
         self.memory = StepMemory(
             BlockTable(sizes.rows, sizes.context_length, sizes.page_size, where),
-            KVPool(decoder.model, sizes.total_tokens, device=where, dtype=device.kv_dtype),
+            KVPool(
+                decoder.model,
+                sizes.total_tokens,
+                device=where,
+                dtype=device.kv_dtype,
+                states=sizes.rows + 1,
+            ),
             torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where),
             long_prompts,
+            StateRows(device) if recurrent else None,
         )
         self.sampler = Sampler(device, sizes.rows + 1, decoder.model.vocab_size, eos_token_ids)
         self.staging = Staging(device)
@@ -123,6 +132,7 @@ class ModelRunner:
             vocab_size=decoder.model.vocab_size,
             chunk_tokens=device.chunk_tokens,
             long_prompts=None if long_prompts is None else long_prompts.long_prompts,
+            recurrent=recurrent,
             details={
                 "device": device.description,
                 "dtype": str(device.dtype).removeprefix("torch."),
@@ -149,10 +159,13 @@ class ModelRunner:
         """Waits for launched steps. Idempotent."""
         self._launcher.close()
 
-    def restore(self, requests: Sequence[Request]) -> None:
-        """Sets anew what is kept of these requests' rows, from the tokens that they have now: a
-        step that failed, or was taken back, may have changed it."""
-        begun = [request for request in requests if request.output_ids]
+    def restore(self, batch: ScheduleBatch) -> None:
+        """Sets anew what is kept of the rows that a step is to restore, from the tokens that they
+        have now: a step that failed, or was taken back, may have changed it."""
+        if self.memory.states is not None:
+            for request in batch.restore:
+                self._compute_state(batch, batch.requests.index(request))
+        begun = [request for request in batch.restore if request.output_ids]
         if not begun:
             return
         self.sampler.state.set_rows([(request.row, request) for request in begun])
@@ -160,6 +173,28 @@ class ModelRunner:
         newest = np.array([request.output_ids[-1] for request in begun], dtype=np.int64)
         upload = self.device.upload
         self.memory.next_tokens.index_copy_(0, upload(rows), upload(newest))
+
+    def _compute_state(self, batch: ScheduleBatch, row: int) -> None:
+        """Computes the recurrent state of a row of a step from all tokens before that step. Of
+        the KV that this gives nothing is kept: what is in the row's pages stays as it is."""
+        request, end = batch.requests[row], batch.prefix_lens[row]
+        staging = self.staging if self.device.queued else None
+        for start in range(0, end, _STATE_TOKENS):
+            tokens = request.tokens_between(start, min(start + _STATE_TOKENS, end))
+            piece = ScheduleBatch(
+                step=batch.step,
+                num_prefill=1,
+                requests=[request],
+                rows=array("i", [batch.rows[row]]),
+                prefix_lens=array("i", [start]),
+                extend_lens=array("i", [len(tokens)]),
+                input_ids=tokens,
+                table_rows=batch.table_rows,
+                table_indices=batch.table_indices,
+                table_pages=batch.table_pages,
+            )
+            step = make_forward_batch(piece, NO_INTS, staging, self.memory).step
+            self.decoder.hidden(replace(step, slots=torch.zeros_like(step.slots)))
 
     def decode_logits(self, rows: Tensor, kv_lens: Tensor, max_kv_len: int) -> Tensor:
         """Logits [B, V] of a decode step given by device tensors alone: what a graph captures.
@@ -208,7 +243,7 @@ class ModelStep:
         self._before = self._runner.last_end
         self._compiled_kernels -= self._runner.device.compiled_kernels()
         self._fences[0].record()
-        self._runner.restore(self._batch.restore)
+        self._runner.restore(self._batch)
         self._logits = self._make_logits()
         self._fences[1].record()
 

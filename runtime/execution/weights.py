@@ -168,6 +168,8 @@ class WeightLoader:
         count = len(model.layers)
         for i in range(count, count + self._family.unread_layers):
             reader.skip_all(f"{root}layers.{i}.")
+        if self._family.unread:
+            reader.skip_all(self._family.unread)
         reader.check_all_taken()
         return replace(
             model,

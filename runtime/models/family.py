@@ -47,12 +47,14 @@ class Family:
         tied: the output layer is the embedding.
         context_length: tokens of a sequence that the model is meant for.
         unread_layers: layers of the checkpoint behind the model's, which predict further tokens.
+        unread: what the names of such layers' tensors begin with where they stand apart.
     """
 
     model: DecoderModel
     tied: bool
     context_length: int
     unread_layers: int = 0
+    unread: str = ""
 
     @property
     def ropes(self) -> list[RopeSpec]:
@@ -245,13 +247,16 @@ def pre_norm_layer(
     *,
     beside: Mixer | None = None,
     residual_scale: float = 1.0,
+    norm_offset: float = 0.0,
 ) -> tuple[Block, ...]:
     """A layer as Llama has it: two blocks with a norm before each.
 
     Args:
         beside: reads what the second reads (an expert that every token goes through).
+        norm_offset: see `Vector`.
     """
-    before, between = norm(config, "input_layernorm"), norm(config, "post_attention_layernorm")
+    names = ("input_layernorm", "post_attention_layernorm")
+    before, between = (norm(config, name, offset=norm_offset) for name in names)
     layer = (
         Block(mixer=first, norm=before, residual_scale=residual_scale),
         Block(mixer=second, norm=between, residual_scale=residual_scale),
@@ -269,6 +274,7 @@ def family(
     norm_offset: float = 0.0,
     norm_centered: bool = False,
     unread_layers: int = 0,
+    unread: str = "",
     **special: Any,
 ) -> Family:
     """A model of these layers.
@@ -276,7 +282,7 @@ def family(
     Args:
         tied: where the config does not say.
         norm_offset, norm_centered: of the norm behind the last layer.
-        unread_layers: see `Family`.
+        unread_layers, unread: see `Family`.
         special: fields of `DecoderModel`.
     """
     vocab, hidden = values.integer(config, "vocab_size"), values.integer(config, "hidden_size")
@@ -295,4 +301,5 @@ def family(
         tied=values.flag(config, "tie_word_embeddings", tied),
         context_length=min(contexts) if contexts else _longest(config),
         unread_layers=unread_layers,
+        unread=unread,
     )

@@ -6,7 +6,7 @@ Qwen 2 MoE has experts, and beside them one that every token goes through, behin
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.models import config_values as values
 from runtime.models.family import (
@@ -21,6 +21,9 @@ from runtime.models.family import (
 from runtime.models.mixture import mixture_of_experts
 from runtime.models.rope import parse_rope
 from runtime.models.sources import Linear
+
+if TYPE_CHECKING:
+    from ops.blocks.dense_mlp import DenseMlp
 
 
 def qwen_windows(config: dict[str, Any]) -> tuple[int, ...]:
@@ -38,6 +41,13 @@ def is_dense(config: dict[str, Any]) -> tuple[bool, ...]:
     return tuple(i in dense or (i + 1) % interval != 0 for i in range(values.layers(config)))
 
 
+def shared_expert(config: dict[str, Any]) -> DenseMlp:
+    """The expert that every token goes through, behind a gate."""
+    inner = values.integer(config, "shared_expert_intermediate_size")
+    gate = Linear(("mlp.shared_expert_gate",), (1,), values.integer(config, "hidden_size"))
+    return replace(dense_mlp(config, path="mlp.shared_expert", inner=inner), gate=gate)
+
+
 def read_moe(config: dict[str, Any]) -> Family:
     rope, bias = parse_rope(config, head_dim(config)), values.flag(config, "qkv_bias", True)
     first = values.integer(config, "max_window_layers", 28, low=0)
@@ -50,15 +60,7 @@ def read_moe(config: dict[str, Any]) -> Family:
         renormalise=values.flag(config, "norm_topk_prob", False),
         intermediate_key="moe_intermediate_size",
     )
-    shared = replace(
-        dense_mlp(
-            config,
-            path="mlp.shared_expert",
-            inner=values.integer(config, "shared_expert_intermediate_size"),
-        ),
-        gate=Linear(("mlp.shared_expert_gate",), (1,), values.integer(config, "hidden_size")),
-    )
-    mlp = dense_mlp(config)
+    shared, mlp = shared_expert(config), dense_mlp(config)
     layers = []
     for window, dense in zip(windows, is_dense(config), strict=True):
         mixer = attention(config, rope, window=window, qkv_bias=bias)

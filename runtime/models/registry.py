@@ -18,6 +18,7 @@ from runtime.models import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_next,
     smollm3,
 )
 
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Family]] = {
     "qwen2_moe": qwen2.read_moe,
     "qwen3": qwen3.read,
     "qwen3_moe": qwen3.read_moe,
+    "qwen3_next": qwen3_next.read,
     "phi3": phi3.read,
     "gemma2": gemma.read_gemma2,
     "gemma3_text": gemma.read_gemma3,

@@ -60,6 +60,11 @@ def build_tier(
     """
     if not config.kv_offload_gb and config.kv_offload_path is None:
         return None
+    if runner.info.recurrent:
+        option = "kv_offload_gb" if config.kv_offload_gb else "kv_offload_path"
+        raise ConfigError(
+            f"{option}: this model has a recurrent state, which KV alone does not give"
+        )
     mover = PageMover(runner.device, runner.memory.pool, runner.sizes.page_size)
     held = min(int(config.kv_offload_gb * GIB) // mover.page_bytes, _MOST_PAGES)
     if config.kv_offload_gb and not held:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from runtime.execution.model_runner import ModelRunner
+    from runtime.request import Request
 
 NEW_TOKENS = 64
 SHARED = random_tokens(24, seed=99)
@@ -31,10 +32,13 @@ PROMPTS = [
 PAGE_SIZE = 2
 
 
-def serve(runner: ModelRunner, scheduler: Scheduler) -> Run:
+def requests() -> list[Request]:
     sampling = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    requests = [request(str(i), prompt, sampling) for i, prompt in enumerate(PROMPTS)]
-    return run(scheduler, runner, requests, check=False)
+    return [request(str(i), prompt, sampling) for i, prompt in enumerate(PROMPTS)]
+
+
+def serve(runner: ModelRunner, scheduler: Scheduler) -> Run:
+    return run(scheduler, runner, requests(), check=False)
 
 
 def tokens(result: Run) -> list[list[int]]:
