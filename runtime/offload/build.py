@@ -17,7 +17,7 @@ from runtime.checkpoints.fingerprint import weights_fingerprint
 from runtime.errors import ConfigError
 from runtime.execution.page_mover import PageMover
 from runtime.execution.warm_up import time_step
-from runtime.offload.page_file import FilePage, Foreign, PageFile, frames_that_fit
+from runtime.offload.page_file import FilePage, PageFile, UntrustedFile, frames_that_fit
 from runtime.offload.page_store import PageStore
 
 if TYPE_CHECKING:
@@ -66,26 +66,26 @@ def build_tier(
             f"{option}: this model has a recurrent state, which KV alone does not give"
         )
     mover = PageMover(runner.device, runner.memory.pool, runner.sizes.page_size)
-    held = min(int(config.kv_offload_gb * GIB) // mover.page_bytes, _MOST_PAGES)
-    if config.kv_offload_gb and not held:
+    memory_frames = min(int(config.kv_offload_gb * GIB) // mover.page_bytes, _MOST_PAGES)
+    if config.kv_offload_gb and not memory_frames:
         raise ConfigError(
             f"kv_offload_gb {config.kv_offload_gb:g}: a page of KV takes {mover.page_bytes:,} bytes"
         )
     fingerprint = _fingerprint(runner, model)
     file = _open_file(config, mover, fingerprint)
     if file is None:
-        if not held:
+        if not memory_frames:
             return None
-        progress(f"KV of {held * runner.sizes.page_size:,} tokens fits into host memory")
+        progress(f"KV of {memory_frames * runner.sizes.page_size:,} tokens fits into host memory")
         tokens = _load_tokens(runner, mover, None)
-        return Tier(PageStore(mover, held), held, tokens)
+        return Tier(PageStore(mover, memory_frames), memory_frames, tokens)
     prefixes, keys = file.prefixes()
     pages = _file_pages(config, mover)
     size = runner.sizes.page_size
     progress(f"KV of {pages * size:,} tokens fits into the file, {len(keys) * size:,} are in it")
     tokens = _load_tokens(runner, mover, file if pages not in keys else None)
-    held = held or max(_STAGING_BYTES // mover.page_bytes, 1)
-    store = PageStore(mover, held, file=file, keys=keys, fingerprint=fingerprint)
+    memory_frames = memory_frames or max(_STAGING_BYTES // mover.page_bytes, 1)
+    store = PageStore(mover, memory_frames, file=file, keys=keys, fingerprint=fingerprint)
     return Tier(store, pages, tokens, prefixes)
 
 
@@ -112,7 +112,7 @@ def _open_file(config: RunnerConfig, mover: PageMover, fingerprint: bytes) -> Pa
             frames=pages,
             most_bytes=int(config.kv_offload_path_gb * GIB),
         )
-    except Foreign as reason:
+    except UntrustedFile as reason:
         log.warning("kv_offload_path is not used: %s", reason)
         return None
 

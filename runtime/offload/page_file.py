@@ -64,7 +64,7 @@ class FilePage:
     kv: bytes | memoryview
 
 
-class Foreign(Exception):
+class UntrustedFile(Exception):
     """The file is not one of these, or not ours: it is left as it is."""
 
 
@@ -94,7 +94,7 @@ class PageFile:
         page_bytes: of a page's KV. frames: numbers from 1 to this.
     Raises:
         ConfigError: it cannot be made, or another process uses it.
-        Foreign: it is there, and is no such file, or somebody else's.
+        UntrustedFile: it is there, and is no such file, or somebody else's.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ def _is_locked(error: sqlite3.DatabaseError) -> bool:
 def _check_file(path: Path) -> None:
     """Makes the file where it is not there yet; looks at whose it is, and what.
 
-    Raises: ConfigError: it cannot be made or opened. Foreign: it is not to be touched.
+    Raises: ConfigError: it cannot be made or opened. UntrustedFile: it is not to be touched.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -334,9 +334,11 @@ def _check_file(path: Path) -> None:
     finally:
         os.close(descriptor)
     if found.st_uid != os.geteuid():
-        raise Foreign(f"{path} belongs to another user")
+        raise UntrustedFile(f"{path} belongs to another user")
     if stat.S_IMODE(found.st_mode) & 0o077:
-        raise Foreign(f"{path} may be read or written by others (mode {found.st_mode & 0o777:o})")
+        raise UntrustedFile(
+            f"{path} may be read or written by others (mode {found.st_mode & 0o777:o})"
+        )
     known = head[:16] == b"SQLite format 3\0" and head[68:72] == APPLICATION_ID.to_bytes(4, "big")
     if head and not known:
-        raise Foreign(f"{path} is no file of KV pages")
+        raise UntrustedFile(f"{path} is no file of KV pages")

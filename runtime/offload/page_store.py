@@ -49,7 +49,7 @@ class PageStore:
 
     Args:
         mover: of the device's pages.
-        held: frames that host memory has room for; without a file all of them.
+        memory_frames: frames that host memory has room for; without a file all of them.
         file: None: there is none. keys: of its frames, which are there from before.
         fingerprint: as the file's.
     """
@@ -57,18 +57,19 @@ class PageStore:
     def __init__(
         self,
         mover: MovesPages,
-        held: int,
+        memory_frames: int,
         *,
         file: PageFile | None = None,
         keys: dict[int, bytes] | None = None,
         fingerprint: bytes = b"",
     ) -> None:
         self._mover = mover
-        self._most_held = held
+        self._memory_frames = memory_frames
         self._file = file
         self._fingerprint = fingerprint
         self._keys = dict(keys or {})  # by frame; of what can be loaded
-        self._held: OrderedDict[int, memoryview] = OrderedDict()  # by frame, the latest used last
+        # By frame, the latest used last.
+        self._in_memory: OrderedDict[int, memoryview] = OrderedDict()
         self._unwritten: OrderedDict[int, FilePage] = OrderedDict()  # by frame
         self._most_unwritten = max(_UNWRITTEN_BYTES // mover.page_bytes, 1)
         self._reads: dict[int, list[FilePage]] = {}  # by copy, until it is known what to keep
@@ -85,7 +86,9 @@ class PageStore:
 
     # For the engine; each returns at once
 
-    def tell(self, stored: Callable[[int, int], None], loaded: Callable[[int, int], None]) -> None:
+    def report_to(
+        self, stored: Callable[[int, int], None], loaded: Callable[[int, int], None]
+    ) -> None:
         """Whom to call, from another thread, with a copy's or load's id and how many of its pages,
         from the first on, were read or are in place."""
         self._stored, self._loaded = stored, loaded
@@ -103,7 +106,7 @@ class PageStore:
         with self._changed:
             for page in self._reads.pop(copy_id, [])[:pages]:
                 self._keys[page.frame] = page.key
-                self._hold(page.frame, memoryview(page.kv))
+                self._keep_in_memory(page.frame, memoryview(page.kv))
                 if self._writes:
                     self._unwritten[page.frame] = page
                     self._unwritten.move_to_end(page.frame)
@@ -113,7 +116,7 @@ class PageStore:
         """Forgets everything; nothing is being loaded."""
         with self._changed:
             self._keys.clear()
-            self._held.clear()
+            self._in_memory.clear()
             self._unwritten.clear()
             self._clear = self._file is not None
             self._changed.notify()
@@ -213,24 +216,24 @@ class PageStore:
             key = self._keys.get(frame)
             if key is None:
                 return None
-            kv = self._held.get(frame)
+            kv = self._in_memory.get(frame)
             if kv is None and (page := self._unwritten.get(frame)) is not None:
                 kv = memoryview(page.kv)
             if kv is not None:
-                self._hold(frame, kv)
+                self._keep_in_memory(frame, kv)
                 return kv
         read = None if self._file is None else self._file.read(frame, key)
         if read is not None:
             with self._changed:
-                self._hold(frame, memoryview(read))
+                self._keep_in_memory(frame, memoryview(read))
         return read
 
-    def _hold(self, frame: int, kv: memoryview) -> None:
+    def _keep_in_memory(self, frame: int, kv: memoryview) -> None:
         """Keeps a frame in memory, and lets go of the least used. The caller has the lock."""
-        self._held[frame] = kv
-        self._held.move_to_end(frame)
-        while len(self._held) > self._most_held:
-            self._held.popitem(last=False)
+        self._in_memory[frame] = kv
+        self._in_memory.move_to_end(frame)
+        while len(self._in_memory) > self._memory_frames:
+            self._in_memory.popitem(last=False)
 
     def _write_some(self) -> None:
         with self._changed:

@@ -193,7 +193,7 @@ class KVTier:
         named, self._named = self._named, []
         return named
 
-    def asked(self, load_id: int) -> int:
+    def pages_of_load(self, load_id: int) -> int:
         """Pages of a load that is on its way."""
         return len(self._loads[load_id].pages)
 

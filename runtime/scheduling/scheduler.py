@@ -327,7 +327,7 @@ class Scheduler:
         Returns: how many of them are to be kept, since they were cached all the while.
         """
         behind = self._tier().write_behind
-        self.counters.failed_copies += pages < behind.asked(copy_id)
+        self.counters.failed_copies += pages < behind.pages_of_copy(copy_id)
         kept = behind.stored(copy_id, pages)
         self.counters.stored_pages += kept
         self._recount.books_change()
@@ -342,7 +342,7 @@ class Scheduler:
     def loaded(self, load_id: int, pages: int) -> None:
         """A load that a plan named is done; its first `pages` pages hold what they should."""
         tier = self._tier()
-        self.counters.failed_loads += pages < tier.asked(load_id)
+        self.counters.failed_loads += pages < tier.pages_of_load(load_id)
         self.counters.loaded_tokens += tier.loaded(load_id, pages)
         self._recount.books_change()
 

@@ -203,7 +203,7 @@ class WriteBehind:
             count -= missing - self._tier.evict(missing)
         return self._frames.allocate_pages(count)
 
-    def asked(self, copy_id: int) -> int:
+    def pages_of_copy(self, copy_id: int) -> int:
         """Pages of a copy that is on its way."""
         copy = self._copies[copy_id].copy
         assert copy is not None

@@ -116,7 +116,7 @@ class Engine:
         """Starts the loop as a task of the running event loop."""
         if self._tier is not None:
             loop = asyncio.get_running_loop()
-            self._tier.tell(
+            self._tier.report_to(
                 lambda *done: _call_soon(loop, lambda: self._stored(*done)),
                 lambda *done: _call_soon(loop, lambda: self._loaded(*done)),
             )

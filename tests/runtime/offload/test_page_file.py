@@ -14,8 +14,8 @@ from runtime.errors import ConfigError
 from runtime.offload.page_file import (
     UNIT,
     FilePage,
-    Foreign,
     PageFile,
+    UntrustedFile,
     frames_that_fit,
     page_key,
     root_key,
@@ -108,7 +108,7 @@ def test_a_file_that_is_not_ours_is_left_as_it_is(tmp_path: Path, kind: str) -> 
         database.close()
     path.chmod(0o600)
     before = path.read_bytes()
-    with pytest.raises(Foreign, match="no file of KV pages"):
+    with pytest.raises(UntrustedFile, match="no file of KV pages"):
         opened(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -118,7 +118,7 @@ def test_a_file_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     opened(path).close()
     path.chmod(0o620)
-    with pytest.raises(Foreign, match="mode 620"):
+    with pytest.raises(UntrustedFile, match="mode 620"):
         opened(path)
 
 
@@ -128,7 +128,7 @@ def test_a_file_of_another_user_is_not_trusted(
     path = tmp_path / "kv"
     opened(path).close()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(Foreign, match="another user"):
+    with pytest.raises(UntrustedFile, match="another user"):
         opened(path)
 
 

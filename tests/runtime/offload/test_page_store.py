@@ -51,7 +51,7 @@ class Pool:
 class Engine:
     """Begins what it is told to, and hears of ends."""
 
-    def __init__(self, pool: Pool, held: int, path: Path | None = None) -> None:
+    def __init__(self, pool: Pool, memory_frames: int, path: Path | None = None) -> None:
         self.pool = pool
         self.told: queue.SimpleQueue[Told] = queue.SimpleQueue()
         file = None
@@ -60,8 +60,8 @@ class Engine:
         if path is not None:
             file = PageFile(path, MARK, page_bytes=PAGE_BYTES, frames=100, most_bytes=64 << 20)
             self.prefixes, keys = file.prefixes()
-        self.store = PageStore(pool, held, file=file, keys=keys, fingerprint=MARK)
-        self.store.tell(
+        self.store = PageStore(pool, memory_frames, file=file, keys=keys, fingerprint=MARK)
+        self.store.report_to(
             lambda copy_id, pages: self.told.put(("stored", copy_id, pages)),
             lambda load_id, pages: self.told.put(("loaded", load_id, pages)),
         )
@@ -99,7 +99,7 @@ def pool() -> Pool:
 
 @pytest.fixture
 def engine(pool: Pool) -> Iterator[Engine]:
-    made = Engine(pool, held=10)
+    made = Engine(pool, memory_frames=10)
     yield made
     made.store.close()
 
@@ -148,23 +148,23 @@ def test_a_copy_that_fails_says_so_and_the_next_ones_go_on(
 
 
 def test_what_memory_has_no_room_for_comes_from_the_file(pool: Pool, tmp_path: Path) -> None:
-    engine = Engine(pool, held=2, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=2, path=tmp_path / "kv")
     engine.keep([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
     assert engine.load([1, 2, 3, 4, 5], [50, 51, 52, 53, 54]) == 5
     assert [pool.pages[page] for page in range(50, 55)] == [1, 2, 3, 4, 5]
-    assert len(engine.store._held) == 2
+    assert len(engine.store._in_memory) == 2
     engine.store.close()
 
 
 def test_the_next_process_has_what_was_kept(pool: Pool, tmp_path: Path) -> None:
-    engine = Engine(pool, held=2, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=2, path=tmp_path / "kv")
     engine.keep([1, 2], [1, 2])
     engine.keep([3], [9], before=2)
     unkept = engine.copy([4], [4], before=9)
     engine.store.begin([unkept], [])
     engine.hear()
     engine.store.close()
-    engine = Engine(pool, held=2, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=2, path=tmp_path / "kv")
     (prefix,) = engine.prefixes
     assert (list(prefix.token_ids), list(prefix.frames)) == ([1, 2, 3], [1, 2, 9])
     assert engine.load([1, 2, 9], [60, 61, 62]) == 3
@@ -173,13 +173,13 @@ def test_the_next_process_has_what_was_kept(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_page_lost_in_the_file_ends_a_load_there(pool: Pool, tmp_path: Path) -> None:
-    engine = Engine(pool, held=1, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=1, path=tmp_path / "kv")
     engine.keep([1, 2, 3], [1, 2, 3])
     engine.store.close()
     with sqlite3.connect(tmp_path / "kv") as database:
         database.execute("UPDATE pages SET kv = zeroblob(40000) WHERE frame = 2")
     database.close()
-    engine = Engine(pool, held=1, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=1, path=tmp_path / "kv")
     assert engine.load([1, 2, 3], [60, 61, 62]) == 1
     engine.store.close()
 
@@ -187,10 +187,10 @@ def test_a_page_lost_in_the_file_ends_a_load_there(pool: Pool, tmp_path: Path) -
 def test_a_full_disk_ends_the_writing_with_one_warning_and_nothing_else(
     pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(pool, held=50, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=50, path=tmp_path / "kv")
     engine.keep([1], [1])
     engine.store.close()
-    engine = Engine(pool, held=50, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=50, path=tmp_path / "kv")
     assert engine.store._file is not None
     engine.store._file._database.execute("PRAGMA max_page_count = 1")
     for page in range(2, 12):
@@ -200,18 +200,18 @@ def test_a_full_disk_ends_the_writing_with_one_warning_and_nothing_else(
         assert pool.pages[60] == page
     engine.store.close()
     assert caplog.text.count("not written to the file any more") == 1
-    engine = Engine(pool, held=50, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=50, path=tmp_path / "kv")
     assert [list(prefix.frames) for prefix in engine.prefixes] == [[1]]
     engine.store.close()
 
 
 def test_what_is_forgotten_is_forgotten_for_good(pool: Pool, tmp_path: Path) -> None:
-    engine = Engine(pool, held=50, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=50, path=tmp_path / "kv")
     engine.keep([1], [1])
     engine.store.clear()
     assert engine.load([1], [60]) == 0
     engine.keep([2], [2])
     engine.store.close()
-    engine = Engine(pool, held=50, path=tmp_path / "kv")
+    engine = Engine(pool, memory_frames=50, path=tmp_path / "kv")
     assert [list(prefix.frames) for prefix in engine.prefixes] == [[2]]
     engine.store.close()

@@ -74,7 +74,7 @@ class Process:
         self.runner.close()
 
 
-def begin(path: Path | None, held: int = 1000) -> Process:
+def begin(path: Path | None, memory_frames: int = 1000) -> Process:
     runner = make_runner(make_device(CpuOps()), total_tokens=POOL_TOKENS)
     mover = PageMover(runner.device, runner.memory.pool, PAGE_SIZE)
     file = None
@@ -95,8 +95,8 @@ def begin(path: Path | None, held: int = 1000) -> Process:
     scheduler = Scheduler(config)
     scheduler.adopt(prefixes)
     told: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
-    store = PageStore(mover, held, file=file, keys=keys, fingerprint=b"tiny")
-    store.tell(
+    store = PageStore(mover, memory_frames, file=file, keys=keys, fingerprint=b"tiny")
+    store.report_to(
         lambda number, pages: told.put(("stored", number, pages)),
         lambda number, pages: told.put(("loaded", number, pages)),
     )
@@ -136,15 +136,15 @@ def test_what_comes_back_after_an_eviction_gives_the_same_tokens(
     assert process.computed - before == 4
 
 
-@pytest.mark.parametrize("held", [1000, 3])
+@pytest.mark.parametrize("memory_frames", [1000, 3])
 def test_the_next_process_gives_the_same_tokens_and_computes_few(
-    tmp_path: Path, expected: list[int], held: int
+    tmp_path: Path, expected: list[int], memory_frames: int
 ) -> None:
-    first = begin(tmp_path / "kv", held)
+    first = begin(tmp_path / "kv", memory_frames)
     assert first.serve(ask("first", CONVERSATION)) == expected
     first.copy_all()
     first.end()
-    second = begin(tmp_path / "kv", held)
+    second = begin(tmp_path / "kv", memory_frames)
     assert second.serve(ask("again", CONVERSATION)) == expected
     assert second.computed == 4
     # And goes on where it was.
