@@ -22,6 +22,8 @@ ALIGN_TOKENS = 64
 NO_STATIC = 1 << 30
 ENOUGH_SEEDS = 5  # steps measured at start are chosen to differ in every term
 PAGE_PARTS = 4  # the smallest timed chunk of a started prompt is this part of a page
+# A step that no running row waits for may take so many times what one takes that computes nothing.
+LONE_STEP = 5
 # A timed chunk is at most twice the largest of the last steps': a wrong prediction costs no more.
 GROWTH, COMPARED_STEPS = 2, 8
 
@@ -142,8 +144,15 @@ class TimedChunkSizer:
     running rows wait for, the default bound for every other one.
 
     The prediction is the model's mean plus the 95 % quantile of its recent errors: by the mean
-    alone half of the steps would miss. Without a bound, a step that delays nobody's next token gets
-    the static size. The model starts from the steps measured at start, where there are any.
+    alone half of the steps would miss.
+
+    A step that no running row waits for delays newcomers alone. Without a bound it gets the static
+    size. With one it is never so small that most of it goes by whatever it computes: on a machine
+    that is slow, or busy with other processes, a long prompt would take several times as long, and
+    a newcomer would be little better off. How small that is, the first fit says: other processes
+    slow all of a step alike, and make what is measured beside them vague.
+
+    The model starts from the steps measured at start, where there are any.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -164,6 +173,7 @@ class TimedChunkSizer:
             shape = StepShape(*map(int, terms))
             self._model.observe(shape, seconds)
             self._recent.append(shape)
+        self._first_fit = self._model.coefficients
 
     @property
     def feasible(self) -> bool | None:
@@ -172,30 +182,34 @@ class TimedChunkSizer:
         return None if self._reach is None else self._reach.within
 
     def choose(self, load: ChunkLoad) -> ChunkSize:
-        target_s = self._target_s if load.rows or load.held_back else self._bound_s
+        awaited = load.rows or load.held_back
+        target_s = self._target_s if awaited else self._bound_s
         if not target_s:
             return self._static
         fitted = self._model.coefficients
         if fitted is None:
             return ChunkSize(self._first_size, exact=True)
+        self._first_fit = self._first_fit or fitted
         fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + self._model.margin_s
-        most = self._largest(target_s - fixed, fitted, load.history)
+        limit = self._limit_of_growth(fitted, load.history)
+        most = _largest_within(target_s - fixed, *fitted[:2], load.history, limit)
+        if not awaited:
+            most = max(most, min(_worth_a_step(self._first_fit, load.history), limit))
         unit = self._unit if most >= self._unit else self._smallest(load.history)
         # Out of reach is out of reach: the smallest pieces would only make it last longer.
         size = most // unit * unit or self._unit
         predicted_s = fixed + _prefill_s(fitted.square, fitted.token, size, load.history)
         return ChunkSize(size, exact=True, predicted_s=predicted_s)
 
-    def _largest(self, seconds: float, fitted: Coefficients, history: int) -> int:
-        """Most tokens that are predicted to take no longer, and at most twice what one of the
-        recent steps had: in number, or by the same prediction, by which few tokens behind a long
-        history are as much as many that begin a prompt."""
+    def _limit_of_growth(self, fitted: Coefficients, history: int) -> int:
+        """Most tokens of a step: at most twice what one of the recent steps had, in number, or by
+        the same prediction, by which few tokens behind a long history are as much as many that
+        begin a prompt."""
         a, b, recent = fitted.square, fitted.token, self._recent
         most = max([shape.tokens for shape in recent])
         most_s = max([a * shape.square + b * shape.tokens for shape in recent])
         as_much = _largest_within(GROWTH * most_s, a, b, history, self._limit) if most_s else 0
-        limit = min(max(GROWTH * most, as_much), self._limit)
-        return _largest_within(seconds, a, b, history, limit)
+        return min(max(GROWTH * most, as_much), self._limit)
 
     def _smallest(self, history: int) -> int:
         """A prompt begins with a page, and may go on with parts of one: beside a few rows of a
@@ -244,6 +258,12 @@ class TimedChunkSizer:
 
 def _prefill_s(a: float, b: float, tokens: int, history: int) -> float:
     return a * (tokens * tokens + 2 * history * tokens) + b * tokens
+
+
+def _worth_a_step(fitted: Coefficients, history: int) -> int:
+    """Tokens with which a step takes `LONE_STEP` times what an empty one does."""
+    seconds = (LONE_STEP - 1) * fitted.constant
+    return _largest_within(seconds, fitted.square, fitted.token, history, NO_STATIC)
 
 
 def _largest_within(seconds: float, a: float, b: float, history: int, limit: int) -> int:
