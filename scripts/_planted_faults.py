@@ -28,8 +28,12 @@ class Plant:
 AREAS = {
     "scheduler": (
         f"{TESTS}/test_scheduler_rules.py",
+        f"{TESTS}/test_intake.py",
+        f"{TESTS}/test_endings.py",
+        f"{TESTS}/test_retraction.py",
         f"{TESTS}/test_prefill_adder.py",
         f"{TESTS}/test_step_failures.py",
+        f"{TESTS}/test_rows_without_numbers.py",
         f"{TESTS}/test_blame.py",
         f"{TESTS}/test_preemption.py",
         f"{TESTS}/test_prefill_delayer.py",
@@ -44,7 +48,9 @@ AREAS = {
     "cache": (
         f"{TESTS}/test_radix_cache.py",
         f"{TESTS}/test_radix_reference.py",
+        f"{TESTS}/test_prefix_sharing.py",
         f"{TESTS}/test_step_failures.py",
+        f"{TESTS}/test_rows_without_numbers.py",
         f"{TESTS}/test_cache_events.py",
         f"{TESTS}/test_scheduler_rules.py",
         f"{TESTS}/test_invariants.py",

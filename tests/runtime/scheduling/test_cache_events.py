@@ -6,14 +6,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from runtime.scheduling.cache_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.effort import tries
+from tests.runtime.scheduling.random_lives import configs, lives
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
-from tests.runtime.scheduling.test_scheduler_machine import SchedulerMachine, configs
+from tests.runtime.scheduling.scheduler_machine import SchedulerMachine
 
 
 class Mirror:
@@ -112,17 +112,7 @@ class TellingMachine(SchedulerMachine):
 
 @pytest.mark.slow
 def test_random_lives_are_told_as_they_are():
-    run_state_machine_as_test(
-        TellingMachine,
-        settings=settings(
-            max_examples=80,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_state_machine_as_test(TellingMachine, settings=lives(80))
     assert TellingMachine.stored > 200
     assert TellingMachine.removed > 50
 

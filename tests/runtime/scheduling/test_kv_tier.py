@@ -12,8 +12,9 @@ from runtime.scheduling.kv_tier import TierPrefix
 from runtime.simulation.recorder import RecordingScheduler
 from runtime.simulation.replay import replay
 from runtime.simulation.trace import TraceWriter, config_from, read_trace, to_line
-from tests.runtime.scheduling.naive_model import NaiveModel
-from tests.runtime.scheduling.scheduler_harness import Driver, FakeTier, chain_of, config, request
+from tests.runtime.scheduling.fake_device import FakeTier, chain_of
+from tests.runtime.scheduling.naive_books import NaiveBooks
+from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
 CONVERSATION = list(range(1000, 1100))
 OTHERS = list(range(2000, 2180))
@@ -43,9 +44,7 @@ def evicted(**options) -> Driver:
 
 def in_tier(made: Driver) -> set[tuple[int, ...]]:
     """The prefixes of the tier, by all their tokens."""
-    return {
-        tokens for _, tokens in NaiveModel(made.scheduler, made.device, True, True)._tier_tree()
-    }
+    return {tokens for _, tokens in NaiveBooks(made.scheduler, made.device).tier_tree()}
 
 
 def test_what_was_evicted_comes_back_by_a_load_and_is_not_computed_again() -> None:
@@ -168,7 +167,7 @@ def test_a_pass_never_waits_for_a_copy_and_what_was_evicted_meanwhile_is_not_kep
     made.finish_copy(copy_id)
     # The pool kept the beginning of the conversation; of the rest the pages hold something else.
     assert max(map(len, in_tier(made)), default=0) == cached < 100
-    NaiveModel(made.scheduler, made.device, True, True)._check_tier()
+    NaiveBooks(made.scheduler, made.device).check_tier()
 
 
 def test_nothing_is_copied_before_its_prompt_has_given_a_token() -> None:

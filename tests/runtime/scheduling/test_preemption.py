@@ -1,4 +1,5 @@
-"""Preemption: nobody is pushed out unless who takes the place starts in that very pass."""
+"""Preemption: whom it takes, and that nobody is pushed out unless who takes the place starts in that
+very pass."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 
 from runtime.request import Request
 from runtime.scheduling.policies import POLICIES
+from tests.runtime.scheduling.fake_device import scripted_token
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
 
@@ -22,6 +24,71 @@ def turn_until_started(driver: Driver, name: str, turns: int = 200) -> tuple[int
         if made.row >= 0:
             return preempted, turn
     raise AssertionError(f"{name} has not started after {turns} turns")
+
+
+class TestPriority:
+    def test_larger_priorities_are_admitted_first(self) -> None:
+        driver = Driver(config(max_running_requests=1))
+        driver.add(*[request(f"p{p}", 5, 2, priority=p) for p in (1, 5, 3)])
+        driver.run()
+        assert list(driver.ended) == ["p5", "p3", "p1"]
+
+    def test_a_gap_beyond_the_threshold_preempts_the_lowest_newest(self) -> None:
+        driver = Driver(config(max_running_requests=3))
+        driver.add(
+            request("a", 5, 30, priority=0),
+            request("b", 5, 30, priority=0),
+            request("c", 5, 30, priority=4),
+        )
+        driver.step()
+        driver.add(request("gap10", 5, 3, priority=10))
+        driver.step()
+        assert driver.scheduler.counters.preemptions == 0, "10 does not exceed 10"
+        driver.add(request("gap11", 5, 3, priority=11))
+        driver.run()
+        assert driver.scheduler.counters.preemptions == 1
+        assert driver.ended["b"].request.retractions == 1
+        assert list(driver.ended).index("gap11") < list(driver.ended).index("gap10")
+        for name in "abc":
+            assert driver.tokens[name] == [scripted_token(name, i) for i in range(30)]
+
+    def test_preemption_for_kv_takes_no_more_than_it_needs(self) -> None:
+        driver = Driver(config(schedule_conservativeness=1.0))
+        driver.add(*[request(f"low{i}", 30, 20) for i in range(3)])
+        driver.step()
+        driver.add(request("high", 60, 20, priority=50))
+        driver.run()
+        assert driver.scheduler.counters.preemptions == 1
+        assert driver.ended["low2"].request.retractions == 1
+        assert [driver.ended[f"low{i}"].request.retractions for i in range(2)] == [0, 0]
+
+    def test_nobody_is_preempted_when_even_all_victims_would_not_do(self) -> None:
+        driver = Driver(config())
+        driver.add(request("mid", 130, 10, priority=45), request("low", 20, 10))
+        driver.step()
+        driver.add(request("high", 100, 20, priority=50))
+        driver.run()
+        assert driver.scheduler.counters.preemptions == 0
+
+    def test_a_long_prompt_being_cut_yields_and_goes_on_where_it_was(self) -> None:
+        driver = Driver(config(capacity_tokens=3001))
+        driver.add(request("long", 1000, 2))
+        for _ in range(4):
+            driver.step()
+        driver.add(request("urgent", 100, 2, priority=50))
+        driver.run()
+        assert list(driver.ended) == ["urgent", "long"]
+        assert driver.scheduler.counters.preemptions == 1
+        computed = sum(batch.prefill_tokens for batch in driver.batches)
+        assert computed == 1100, "what was computed of the long prompt stayed in the cache"
+
+    def test_preemption_can_be_off(self) -> None:
+        driver = Driver(config(max_running_requests=1, disable_priority_preemption=True))
+        driver.add(request("low", 5, 20))
+        driver.step()
+        driver.add(request("high", 5, 3, priority=99))
+        driver.run()
+        assert list(driver.ended) == ["low", "high"]
 
 
 class TestWhoCannotStart:

@@ -13,13 +13,8 @@ from runtime.errors import ContextTooLong
 from runtime.request import Finish, FinishReason, TokenLogprobs
 from runtime.runner import StepOutput
 from runtime.scheduling.policies import POLICIES
-from tests.runtime.scheduling.scheduler_harness import (
-    EOS,
-    Driver,
-    config,
-    request,
-    scripted_token,
-)
+from tests.runtime.scheduling.fake_device import scripted_token
+from tests.runtime.scheduling.scheduler_harness import EOS, Driver, config, request
 from tests.values import present
 
 
