@@ -481,6 +481,13 @@ PLANTS = [
     ),
     *_planted(
         "kernels",
+        "ops/gpu/experts.py",
+        ("// BLOCK_M + middle <= tile", "// BLOCK_M + middle < tile"),
+        ("live = place < end", "live = place <= end"),
+        ("row = token * TOP_K + choice", "row = token + choice"),
+    ),
+    *_planted(
+        "kernels",
         "ops/gpu/store_kv.py",
         ("if slot < 0:", "if slot < -1:"),
     ),

@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> Report:
     import triton
 
     from scripts import _gpu_correctness as correctness
+    from scripts import _gpu_experts as experts
     from scripts import _gpu_models as models
     from scripts import _gpu_speed as speed
     from scripts._gpu_ops import single_ops
@@ -96,6 +97,7 @@ def run(options: argparse.Namespace) -> Report:
         report.check([correctness.check_large_offsets(device)])
         report.check(correctness.check_elementwise(device))
         report.check(correctness.check_sampling(device, tiny=tiny))
+        report.check(experts.check_experts(device, tiny=tiny))
     report.check(build_checks(device, tiny=tiny))
     gc.collect()
     with torch.inference_mode():
@@ -103,6 +105,7 @@ def run(options: argparse.Namespace) -> Report:
         report.results["limits"] = asdict(limits)
         report.note("single ops")
         report.results["ops"] = single_ops(device, limits, tiny=tiny)
+        report.results["experts"] = experts.expert_rates(device, limits, tiny=tiny)
         report.note("extend attention")
         report.results["extend_attention"] = speed.extend_attention_rates(
             device,
@@ -181,6 +184,13 @@ def table(results: dict[str, Any]) -> str:
         *(
             f"{row['op']:28} {row['rows']:5d} {row['us']:9.1f} {row['byte_floor_us']:11.1f}"
             for row in results["ops"]
+        ),
+        "",
+        "experts                     tokens        us   bytes, us   FLOPs, us",
+        *(
+            f"{row['tokens']:34d} {row['us']:9.1f} {row['byte_floor_us']:11.1f}"
+            f" {row['flop_floor_us']:11.1f}"
+            for row in results["experts"]
         ),
         "",
         "extend attention   prefix    new   TFLOP/s   flash   share",

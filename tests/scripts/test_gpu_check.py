@@ -72,6 +72,7 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         "decode_attention d128 g4 300 keys",
         "rotary",
         "sample top-p",
+        "experts of a token alone",
         "sample greedy with bias, penalties, bans and masks",
         "graph of 32 tokens replays 1 decode rows",
         "build_runner: starts",
@@ -81,6 +82,7 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
     for part in ("graph of 4 replays 3 rows", "tokens with no overlap", "teacher forcing"):
         assert part in verdicts
     assert {row["op"] for row in results["ops"]} >= {"rms_norm", "rotary", "sample greedy"}
+    assert [row["tokens"] for row in results["experts"]] == [3]
     measured = results["models"]["tiny"]
     assert [row["batch"] for row in measured["decode"]] == [1, 4]
     assert set(measured["idle"]) == {"overlap", "synchronous"}

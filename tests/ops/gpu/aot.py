@@ -43,6 +43,7 @@ from triton.runtime.jit import JITFunction
 from ops.gpu import (
     activation,
     decode_attention,
+    experts,
     extend_attention,
     place_heads,
     rms_norm,
@@ -51,7 +52,16 @@ from ops.gpu import (
     store_kv,
 )
 from ops.gpu.library import Chip
-from ops.op_set import AttentionBatch, AttentionSpec, HeadNorm, KvScales, Penalties, SamplingTensors
+from ops.gpu.op_set import GpuOps
+from ops.op_set import (
+    AttentionBatch,
+    AttentionSpec,
+    Expert,
+    HeadNorm,
+    KvScales,
+    Penalties,
+    SamplingTensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -286,6 +296,16 @@ def _elementwise(dtype: torch.dtype) -> None:
     activation.gelu_and_mul(x, tanh=False)
 
 
+def _experts(dtype: torch.dtype, *, tokens: int = 9, biases: bool = False) -> None:
+    """The shape of a Qwen3-30B-A3B's, but for the number of experts."""
+    count, hidden, inner, top_k = 8, 2048, 768, 8
+    shapes = [(2 * inner, hidden), (hidden, inner), (2 * inner,), (hidden,)]
+    each = [torch.empty(count, *shape, dtype=dtype) for shape in shapes[: 4 if biases else 2]]
+    ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+    x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, top_k)
+    experts.run_experts(x, ids, weights, Expert(*each), "silu", GpuOps())
+
+
 _EXTEND = extend_attention.extend_attention
 _DECODE = decode_attention.decode_attention
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -312,6 +332,9 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_d128_fp8": lambda: _attention(_DECODE, 128, 4, tokens=1, dtype=_BF16, kv_codes=_FP8),
     "decode_d64_int8": lambda: _attention(_DECODE, 64, 3, tokens=1, dtype=_FP16, kv_codes=_INT8),
     "elementwise_bf16": lambda: _elementwise(_BF16),
+    "experts_bf16": lambda: _experts(_BF16),
+    "experts_fp16_biases": lambda: _experts(_FP16, biases=True),
+    "experts_f32": lambda: _experts(_FP32),
     "sample_greedy": lambda: _sampling(greedy=True, filtered=False, extras=False),
     "sample_plain": lambda: _sampling(greedy=False, filtered=False, extras=False, dtype=_BF16),
     "sample_filtered": lambda: _sampling(greedy=False, filtered=True, extras=True),
@@ -346,6 +369,7 @@ def _steps(rows: int, offset: int) -> Iterator[Callable[[], Any]]:
     )  # fmt: skip
     yield partial(rms_norm.rms_norm, q, torch.ones(64), 1e-5)
     yield partial(activation.silu_and_mul, torch.empty(rows, 128))
+    yield partial(_experts, _FP32, tokens=rows)
     s = SamplingTensors(
         floats(rows), ints(rows), floats(rows), floats(rows), longs(rows), longs(rows), False, True,
         bias=(longs(rows), longs(rows), floats(rows)), banned=(longs(rows), longs(rows)),
@@ -394,6 +418,7 @@ def main(arguments: list[str]) -> None:
             with (
                 patch.object(extend_attention, "chip_of", chip),
                 patch.object(decode_attention, "chip_of", chip),
+                patch.object(experts, "chip_of", chip),
             ):
                 launches = record_launches(CASES[case])
             for launch in launches:

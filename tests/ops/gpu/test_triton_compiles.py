@@ -12,7 +12,7 @@ import pytest
 
 AOT = Path(__file__).with_name("aot.py")
 CODES = ("int8", "fp8")  # what the names of cases with keys and values as codes end with
-ATTENTION = ("_extend_kernel", "_split_kernel")
+PRODUCTS = ("_extend_kernel", "_split_kernel", "_grouped_linear_kernel")
 # Shared memory of a block, in bytes, to which a kernel may opt in where it is more than 48 KiB.
 SHARED_BYTES = {
     "sm_80": 163 << 10,
@@ -78,6 +78,8 @@ def test_every_launch_compiles_for_every_target(compiled: list[dict]) -> None:
         "_rms_norm_kernel",
         "_rotary_kernel",
         "_act_and_mul_kernel",
+        "_grouped_linear_kernel",
+        "_combine_kernel",
         "_add_bias_kernel",
         "_ban_kernel",
         "_penalty_kernel",
@@ -90,13 +92,13 @@ def test_every_launch_compiles_for_every_target(compiled: list[dict]) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_spills_on_hopper_and_no_attention_elsewhere(compiled: list[dict]) -> None:
+def test_nothing_spills_on_hopper_and_no_product_elsewhere(compiled: list[dict]) -> None:
     """On NVIDIA's chips, that is."""
     spilled = [
         r
         for r in compiled
         if r["spills"]
-        and (r["target"] == "sm_90" or (r["target"] != "gfx942" and r["kernel"] in ATTENTION))
+        and (r["target"] == "sm_90" or (r["target"] != "gfx942" and r["kernel"] in PRODUCTS))
     ]
     assert not spilled, _table(spilled)
 
@@ -104,7 +106,7 @@ def test_nothing_spills_on_hopper_and_no_attention_elsewhere(compiled: list[dict
 @pytest.mark.slow
 def test_products_of_float32_are_exact(compiled: list[dict]) -> None:
     records = [r for r in compiled if r["case"].endswith("f32")]
-    assert {r["kernel"] for r in records} >= set(ATTENTION)
+    assert {r["kernel"] for r in records} >= set(PRODUCTS)
     assert not [r for r in records if r["tf32"]]
 
 
@@ -115,7 +117,7 @@ def test_products_use_hoppers_tensor_cores(compiled: list[dict]) -> None:
         r
         for r in compiled
         if r["target"] == "sm_90"
-        and r["kernel"] in ATTENTION
+        and r["kernel"] in PRODUCTS
         and not r["case"].endswith("f32")
         and not r["wgmma"]
     ]
@@ -129,9 +131,9 @@ def test_keys_and_values_are_copied_16_bytes_at_a_time(compiled: list[dict]) -> 
     copies = {
         (r["case"], r["target"]): r["copy_bytes"]
         for r in compiled
-        if r["kernel"] in ATTENTION and r["copy_bytes"] and not r["case"].endswith(("f32", *CODES))
+        if r["kernel"] in PRODUCTS and r["copy_bytes"] and not r["case"].endswith(("f32", *CODES))
     }
-    assert len(copies) >= 2 * 13 - 1
+    assert len(copies) >= 2 * 15 - 1
     coded = [r for r in compiled if r["case"].endswith(CODES) and r["copy_bytes"]]
     assert coded
     assert all(max(r["copy_bytes"]) >= 8 for r in coded)
