@@ -220,7 +220,7 @@ class RunnerConfig:
     )
     cache_dir: str = option(
         "~/.cache/loomserve",
-        "folder for the embedded model and compiled kernels",
+        "folder for the embedded model, compiled kernels and packed weights",
         metavar="FOLDER",
         variable="LOOMSERVE_CACHE",
     )
@@ -241,6 +241,17 @@ class RunnerConfig:
         choices=("none", "int8", "int4"),
         otherwise="none, or what the file's weights are already where that is no slower here and"
         " no --dtype is given",
+    )
+    packed_cache_gb: float = option(
+        32.0,
+        "GiB of cache_dir for packed weights, which later starts map instead of packing again; what"
+        " was used longest ago goes; 0: none are kept (CPU)",
+        at_least=0,
+    )
+    share_weights: bool = option(
+        False,
+        "map packed weights even where the system keeps files on small pages, which make steps"
+        " slower: processes of one model have them in memory once",
     )
     context_length: int | None = option(
         None,

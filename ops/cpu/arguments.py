@@ -15,11 +15,13 @@ from ops.kv_codes import CODE_DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ops.cpu.library import Library
     from ops.op_set import AttentionBatch, AttentionSpec, KvScales, Penalties, SamplingTensors
 
 FLOATS = (torch.float32, torch.bfloat16)
 CODES = tuple(CODE_DTYPES.values())
 POOLS = FLOATS + CODES
+_MOST_SIZE = 2**31  # of a weight's rows or columns
 
 
 def check(
@@ -73,6 +75,24 @@ class NativeLinear:
     n: int
     k: int
     kind: str
+
+    def check(self, library: Library) -> None:
+        """For parts that come from a file.
+
+        Raises: ValueError, TypeError: panels or bias are not what kind and shape ask for.
+        """
+        if self.kind not in KINDS or not all(type(size) is int for size in (self.n, self.k)):
+            raise ValueError(f"linear layer: kind {self.kind!r} of [{self.n!r}, {self.k!r}]")
+        if not (0 < self.n < _MOST_SIZE and 0 < self.k < _MOST_SIZE):
+            raise ValueError(f"linear layer: shape {[self.n, self.k]}")
+        expected = library.packed_bytes(KINDS[self.kind], self.n, self.k)
+        parts = [("panels", self.panels, expected, torch.uint8)]
+        if self.bias is not None:
+            parts.append(("bias", self.bias, self.n, torch.float32))
+        for name, tensor, size, dtype in parts:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"linear layer: {name} {tensor!r}, expected a tensor")
+            check(name, tensor, (size,), dtype)
 
     def struct(self) -> structs.Linear:
         """Points into this object, which must outlive it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int64, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "loom_close": (None, (c_void_p,)),
     "loom_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "loom_pack": (None, (c_void_p, c_int, c_void_p, c_int, *[c_int64] * 3, c_void_p)),
+    "loom_checksum": (c_uint64, (c_void_p, c_void_p, c_int64)),
     "loom_use_large_pages": (None, (c_void_p, c_int64)),
     "loom_linear": (None, (c_void_p, _L, c_void_p, c_int, c_int64, c_int64, c_void_p)),
     "loom_rms_norm": (
@@ -116,6 +117,11 @@ class Library:
 
     def packed_bytes(self, kind: int, n: int, k: int) -> int:
         return int(self._functions.loom_packed_bytes(kind, n, k))
+
+    def checksum(self, data: Tensor) -> int:
+        """Of the bytes of a contiguous tensor."""
+        arguments = self._context, data.data_ptr(), data.nbytes
+        return int(self._functions.loom_checksum(*arguments))
 
     def use_large_pages(self, buffer: Tensor) -> None:
         self._functions.loom_use_large_pages(buffer.data_ptr(), buffer.nbytes)

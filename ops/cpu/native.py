@@ -69,7 +69,7 @@ class NativeOps(CpuOps):
     def __init__(self, library: Library) -> None:
         super().__init__()
         self.library = library
-        self._memory = PanelMemory(library)
+        self.memory = PanelMemory(library)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
@@ -88,7 +88,7 @@ class NativeOps(CpuOps):
             check("bias", bias, (n,), *FLOATS, torch.float16)
             bias = bias.float()
         kind = quantization or ("bfloat16" if weight.dtype == torch.bfloat16 else "float32")
-        panels = self._memory.take(self.library.packed_bytes(KINDS[kind], n, k))
+        panels = self.memory.take(self.library.packed_bytes(KINDS[kind], n, k))
         self.library.call(
             "loom_pack",
             *(KINDS[kind], weight.data_ptr(), TYPES[weight.dtype], n, k),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,7 @@ _PANEL = 16
 Pair = tuple[Any, Any]  # gate_up and down, packed
 
 
+@dataclass(frozen=True)
 class NativeExperts:
     """Experts' weights as the kernel takes them, kept alive.
 
@@ -28,10 +31,17 @@ class NativeExperts:
         pairs: of each expert; all of one shape and kind, see `fits`.
     """
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.pairs = pairs
-        layers = [structs.Expert(gate_up.struct(), down.struct()) for gate_up, down in pairs]
-        self._array = (structs.Expert * len(layers))(*layers)
+    pairs: Sequence[Pair]
+
+    def check(self, library: Library) -> None:
+        """Raises: ValueError: they do not `fits`."""
+        if not fits(self.pairs):
+            raise ValueError("experts: layers of different shapes or kinds")
+
+    @cached_property
+    def _array(self) -> Any:
+        layers = [structs.Expert(gate_up.struct(), down.struct()) for gate_up, down in self.pairs]
+        return (structs.Expert * len(layers))(*layers)
 
     def struct(self, activation: str) -> structs.Experts:
         """Points into this object, which must outlive it."""

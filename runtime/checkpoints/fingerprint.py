@@ -21,12 +21,15 @@ def weights_fingerprint(path: Path) -> bytes:
     Args: path: a folder or a .gguf file.
 
     Names, sizes and times of change of all files, and pieces of each from end to end: to read all
-    of large weights would take as long as to load them. A file that is touched counts as changed.
+    of large weights would take as long as to load them. A file that is touched counts as changed;
+    the time that the system keeps of that (ctime) cannot be set back.
     """
     digest = hashlib.sha256()
     for file in _files(path):
         state = file.stat()
-        digest.update(f"{file.name}:{state.st_size}:{state.st_mtime_ns};".encode())
+        digest.update(
+            f"{file.name}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns};".encode()
+        )
         with file.open("rb") as opened:
             for at in range(_SAMPLES):
                 opened.seek(max(state.st_size - _SAMPLE_BYTES, 0) * at // (_SAMPLES - 1))

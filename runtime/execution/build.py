@@ -19,6 +19,7 @@ from runtime.execution.kv_pool import bytes_per_state
 from runtime.execution.kv_sizing import check_memory, total_tokens, work_bytes
 from runtime.execution.long_prompt_rows import LongPromptRows
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
+from runtime.execution.packed_weights import PackedWeights
 from runtime.execution.warm_up import warm_up
 from runtime.execution.weight_form import StoredWeights, layer_shapes
 from runtime.execution.weights import WeightLoader
@@ -87,8 +88,10 @@ def build_runner(
     device = open_device(config, stored_weights(checkpoint, published_form), progress)
     weights = f"; weights: {device.weights}" if device.weights else ""
     progress(f"loading {path.name} on {device.description}{weights}")
-    loader = _weight_loader(checkpoint, family, device, rope_layout, progress)
-    model = loader.load(tokenizer_size or family.model.vocab_size)
+    model = PackedWeights(config, device, path, progress).load(
+        lambda: _weight_loader(checkpoint, family, device, rope_layout, progress),
+        tokenizer_size or family.model.vocab_size,
+    )
     info = _model_info(checkpoint, context_length, tokenizer_eos_id, model.vocab_size)
     decoder = _make_decoder(model, device, path)
     if bytes_per_state(model):

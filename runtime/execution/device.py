@@ -14,6 +14,7 @@ import ops
 from ops.cpu.build import KernelBuildError
 from ops.cpu.load import CpuOptions
 from ops.cpu.native import NativeOps
+from ops.cpu.packed_parts import PackedParts
 from ops.kv_codes import CODE_DTYPES
 from runtime.config import gpu_chunk_tokens
 from runtime.errors import ConfigError
@@ -96,6 +97,7 @@ class Device:
         chunk_tokens: prefill tokens of a step by default; None: as many as a time allows.
         kv_codes: the type of the codes that keys and values are kept as (`ops.kv_codes`); None:
             they are kept in `dtype`.
+        parts: takes packed weights apart, for a file; None: they are kept in none.
         compiled_kernels: tells how many kernels this process has compiled, or loaded, so far.
     """
 
@@ -111,6 +113,7 @@ class Device:
     weights: str = ""
     chunk_tokens: int | None = None
     kv_codes: torch.dtype | None = None
+    parts: PackedParts | None = None
     compiled_kernels: Callable[[], int] = lambda: 0
 
     @property
@@ -255,6 +258,7 @@ def _open_cpu(
         weights=form.words,
         quantization=form.quantization,
         kv_codes=CODE_DTYPES.get(config.kv_cache_dtype),
+        parts=PackedParts(op_set) if isinstance(op_set, NativeOps) else None,
     )
 
 

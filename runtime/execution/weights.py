@@ -6,6 +6,7 @@ start: both mean that the model computed would not be the model that was publish
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.errors import ModelError
-from runtime.models.sources import loaded
+from runtime.models.sources import replaced, sources_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
-    from ops.blocks.block import Block
     from ops.decoder import DecoderModel
     from ops.op_set import OpSet
     from runtime.checkpoints.checkpoint import Checkpoint
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # Buffers that old releases saved beside the weights; their values follow from the config.
 _BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 _PROGRESS_S = 2.0
+# What a model keeps beside what its layers and its last norm load.
+_EMBEDDING, _HEAD = "embedding", "lm_head"
 
 
 class _Reader:
@@ -55,6 +57,7 @@ class _Reader:
         self.quantization = quantization
         self.rope_layout = rope_layout
         self.prefix = ""
+        self.kept: Mapping[str, Any] | None = None
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
@@ -62,9 +65,6 @@ class _Reader:
         self._progress = progress
         self._reported = time.monotonic()
         self._shared: dict[int, Tensor] = {}
-
-    def has(self, name: str) -> bool:
-        return name in self._left
 
     def skip(self, name: str) -> None:
         self._left.pop(name, None)
@@ -110,6 +110,16 @@ class _Reader:
             self._shared[id(source)] = make().to(self._device)
         return self._shared[id(source)]
 
+    def load(self, source: Source) -> Any:
+        """What stands for it in the model: as the checkpoint has it, or as it was kept."""
+        if self.kept is None or not source.kept:
+            return source.load(self)
+        return self.kept[self.name_of(source)]
+
+    def name_of(self, source: Source) -> str:
+        """Of what it loads, among all that the model keeps."""
+        return f"{self.prefix}{source!r}"
+
     def check_all_taken(self) -> None:
         left = [name for name in self._left if not name.endswith(_BUFFERS)]
         if left:
@@ -135,6 +145,7 @@ class WeightLoader:
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._family = family
+        self._checkpoint = checkpoint
         self._ops = ops
         self._reader = _Reader(
             checkpoint,
@@ -146,50 +157,78 @@ class WeightLoader:
             progress=progress,
         )
 
-    def load(self, sampled_ids: int) -> DecoderModel:
+    @property
+    def weights(self) -> int:
+        """Elements of all tensors of the checkpoint."""
+        return sum(math.prod(info.shape) for info in self._checkpoint.tensors.values())
+
+    def load(self, sampled_ids: int, kept: Mapping[str, Any] | None = None) -> DecoderModel:
         """The model; its `vocab_size` is the number of ids that can be sampled.
 
         Args:
             sampled_ids: ids from here on cannot be sampled: the tokenizer has no text for them,
                 though the embedding may be padded to more rows.
+            kept: what `pack` gave, by name; the checkpoint's tensors are then not read.
         Raises:
             ModelError: a tensor is missing, of the wrong shape or type, or unknown.
         """
         reader, model = self._reader, self._family.model
-        # Some folders are saved from the bare model, without the head's "model." prefix.
-        root = "model." if reader.has("model.embed_tokens.weight") else ""
-        reader.prefix = root
-        embedding = model.embedding.read(reader, ".weight", model.hidden_size)
-        final_norm = loaded(model.final_norm, reader)
-        layers = self._layers(root)
-        reader.prefix = ""
-        vocab_size = min(sampled_ids, model.vocab_size)
-        lm_head = self._head(embedding, vocab_size)
-        count = len(model.layers)
-        for i in range(count, count + self._family.unread_layers):
-            reader.skip_all(f"{root}layers.{i}.")
-        if self._family.unread:
-            reader.skip_all(self._family.unread)
-        reader.check_all_taken()
+        reader.kept = kept
+        if kept is None:
+            embedding = self._embedding()
+            lm_head = self._head(embedding, sampled_ids)
+        else:
+            embedding, lm_head = kept[_EMBEDDING], kept[_HEAD]
+        layers: list[Any] = []
+        for reader.prefix, described in self._described():
+            layers.append(replaced(described, reader.load))
+        if kept is None:
+            self._check_all_taken()
+        final_norm = layers.pop()
         return replace(
             model,
-            vocab_size=vocab_size,
+            vocab_size=min(sampled_ids, model.vocab_size),
             embedding=embedding,
-            layers=layers,
+            layers=tuple(layers),
             final_norm=final_norm,
             lm_head=lm_head,
         )
 
-    def _layers(self, root: str) -> tuple[tuple[Block, ...], ...]:
-        layers = []
-        for i, layer in enumerate(self._family.model.layers):
-            self._reader.prefix = f"{root}layers.{i}."
-            layers.append(loaded(layer, self._reader))
-        return tuple(layers)
+    def pack(self, sampled_ids: int, keep: Callable[[str, Any], None]) -> None:
+        """Gives all that a model of this checkpoint keeps, one by one under its name, and holds on
+        to none of it. Args and errors: see `load`."""
+        reader = self._reader
+        embedding = self._embedding()
+        keep(_EMBEDDING, embedding)
+        keep(_HEAD, self._head(embedding, sampled_ids))
+        del embedding
+        for reader.prefix, described in self._described():
+            for source in sources_in(described):
+                if source.kept:
+                    keep(reader.name_of(source), source.load(reader))
+        self._check_all_taken()
 
-    def _head(self, embedding: Tensor, vocab_size: int) -> Any:
+    @property
+    def _root(self) -> str:
+        """Some folders are saved from the bare model, without the head's "model." prefix."""
+        return "model." if "model.embed_tokens.weight" in self._checkpoint.tensors else ""
+
+    def _described(self) -> Iterator[tuple[str, Any]]:
+        """The layers and the norm behind them, each with what its names begin with."""
+        for i, layer in enumerate(self._family.model.layers):
+            yield f"{self._root}layers.{i}.", layer
+        yield self._root, self._family.model.final_norm
+
+    def _embedding(self) -> Tensor:
+        self._reader.prefix = self._root
+        model = self._family.model
+        embedding: Tensor = model.embedding.read(self._reader, ".weight", model.hidden_size)
+        return embedding
+
+    def _head(self, embedding: Tensor, sampled_ids: int) -> Any:
         """The output layer, packed, without the rows of ids that are never sampled."""
         model, reader = self._family.model, self._reader
+        reader.prefix = ""
         if self._family.tied:
             reader.skip("lm_head.weight")  # some files hold the copy
             weight = embedding
@@ -197,5 +236,14 @@ class WeightLoader:
             weight = model.lm_head.read(reader, ".weight", model.hidden_size)
         # The output layer's errors go straight into the choice: never below eight bits.
         return self._ops.pack_linear(
-            weight[:vocab_size].contiguous(), quantization="int8" if reader.quantization else None
+            weight[: min(sampled_ids, model.vocab_size)].contiguous(),
+            quantization="int8" if reader.quantization else None,
         )
+
+    def _check_all_taken(self) -> None:
+        count = len(self._family.model.layers)
+        for i in range(count, count + self._family.unread_layers):
+            self._reader.skip_all(f"{self._root}layers.{i}.")
+        if self._family.unread:
+            self._reader.skip_all(self._family.unread)
+        self._reader.check_all_taken()

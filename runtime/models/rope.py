@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class RopeSpec(Source):
     original_context: int
     context: int
     parameters: dict[str, Any] = field(default_factory=dict)
+    kept: ClassVar[bool] = False
 
     def load(self, reader: WeightReader) -> Tensor:
         """The table of the served context; blocks of the same spec share one."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -47,9 +47,15 @@ class WeightReader(Protocol):
 
 
 class Source(ABC):
-    """Something to read from a checkpoint."""
+    """Something to read from a checkpoint.
+
+    What it loads follows from its fields, the checkpoint, and the type and quantization of the
+    weights; where it follows from other options too, `kept` is false: it is in no file of packed
+    weights (`runtime.execution.packed_weights`).
+    """
 
     __slots__ = ()
+    kept: ClassVar[bool] = True
 
     @abstractmethod
     def load(self, reader: WeightReader) -> Any:
@@ -119,11 +125,30 @@ class Linear(Source):
 
 def loaded(described: Any, reader: WeightReader) -> Any:
     """The description with every source in it replaced by what it loads."""
+    return replaced(described, lambda source: source.load(reader))
+
+
+def replaced(described: Any, value_of: Callable[[Source], Any]) -> Any:
+    """The description with every source in it replaced by its value."""
     if isinstance(described, Source):
-        return described.load(reader)
+        return value_of(described)
     if isinstance(described, tuple):
-        return tuple(loaded(part, reader) for part in described)
+        return tuple(replaced(part, value_of) for part in described)
     if is_dataclass(described) and not isinstance(described, type):
         parts = {field.name: getattr(described, field.name) for field in fields(described)}
-        return replace(described, **{name: loaded(part, reader) for name, part in parts.items()})
+        return replace(
+            described, **{name: replaced(part, value_of) for name, part in parts.items()}
+        )
     return described
+
+
+def sources_in(described: Any) -> Iterator[Source]:
+    """Every source in a description, in the order in which `replaced` comes to them."""
+    if isinstance(described, Source):
+        yield described
+    elif isinstance(described, tuple):
+        for part in described:
+            yield from sources_in(part)
+    elif is_dataclass(described) and not isinstance(described, type):
+        for field in fields(described):
+            yield from sources_in(getattr(described, field.name))

@@ -60,6 +60,8 @@ class FleetConfig:
 
     def replica_environment(self, number: int) -> dict[str, str]:
         environment = dict(os.environ)
+        # One process's weights are all the others' too, whatever pages the system keeps them on.
+        environment.setdefault(OPTIONS["share_weights"].environment_variable, "true")
         keepalive = OPTIONS["sse_keepalive"]
         if self.server.sse_keepalive == keepalive.default:
             # Nothing goes out before the first token: where a replica dies with a queue, the router

@@ -2,10 +2,12 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "attention.h"
 #include "buffer.h"
+#include "checksum.h"
 #include "decoder.h"
 #include "experts.h"
 #include "kv_codes.h"
@@ -70,6 +72,15 @@ void loom_pack(LoomContext* c, int kind, const void* weight, int type, int64_t n
   over_rows(c, (n + kPanel - 1) / kPanel, [&](int64_t p) {
     pack_panels(kind, weight, type, n, k, stride, p, p + 1, (char*)out);
   });
+}
+
+uint64_t loom_checksum(LoomContext* c, const void* data, int64_t bytes) {
+  std::vector<uint64_t> sums(size_t((bytes + kChecksumPiece - 1) / kChecksumPiece));
+  over_rows(c, int64_t(sums.size()), [&](int64_t p) {
+    int64_t from = p * kChecksumPiece;
+    sums[size_t(p)] = checksum((const char*)data + from, std::min(kChecksumPiece, bytes - from));
+  });
+  return checksum((const char*)sums.data(), int64_t(8 * sums.size()));
 }
 
 void loom_use_large_pages([[maybe_unused]] void* start, [[maybe_unused]] int64_t bytes) {

@@ -181,6 +181,8 @@ void loom_close(LoomContext*);
 int64_t loom_packed_bytes(int kind, int64_t n, int64_t k);
 void loom_pack(LoomContext*, int kind, const void* weight, int type, int64_t n, int64_t k,
                int64_t stride, void* out);
+// A checksum of bytes, the same for any number of threads.
+uint64_t loom_checksum(LoomContext*, const void* data, int64_t bytes);
 // Asks the system for large pages behind a buffer; without them the streams of a step miss the TLB.
 void loom_use_large_pages(void* start, int64_t bytes);
 

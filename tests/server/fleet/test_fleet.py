@@ -46,22 +46,26 @@ def test_devices_are_dealt_out_in_turn():
     assert after(config.replica_command(0), "--device") == "cuda", "it refuses without a GPU"
 
 
-def keepalive_of_a_replica(words, monkeypatch):
+def config_of_a_replica(words, monkeypatch):
     """What the server of a replica is told, by its command line and environment."""
     config = parse_fleet(words)
     for name, value in config.replica_environment(0).items():
         monkeypatch.setenv(name, value)
-    return parse_args(config.replica_command(0)[4:]).sse_keepalive
+    return parse_args(config.replica_command(0)[4:])
+
+
+def test_replicas_have_the_packed_weights_in_memory_once(monkeypatch):
+    assert config_of_a_replica([], monkeypatch).runner.share_weights
 
 
 def test_streams_wait_for_their_first_token_so_that_the_router_can_ask_elsewhere(monkeypatch):
-    assert keepalive_of_a_replica([], monkeypatch) == 0.0
+    assert config_of_a_replica([], monkeypatch).sse_keepalive == 0.0
 
 
 @pytest.mark.parametrize("seconds", [5.0, 7.0])
 def test_keep_alives_that_are_asked_for_are_sent_by_the_replicas(seconds, monkeypatch):
     words = ["--sse-keepalive", str(seconds)]
-    assert keepalive_of_a_replica(words, monkeypatch) == seconds
+    assert config_of_a_replica(words, monkeypatch).sse_keepalive == seconds
 
 
 @pytest.mark.parametrize(
