@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from aiohttp import web_app
+
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.errors import InvariantError
 from runtime.scheduling.policies import POLICIES
@@ -82,6 +84,8 @@ class World:
 
     def run(self) -> Report:
         shared_tokenizer()
+        # It holds a hundred worlds that are over, all of which the collector would look through.
+        web_app._cached_build_middleware.cache_clear()
         gc.collect()
         gc.disable()  # what is collected must not depend on what ran before
         try:
