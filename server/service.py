@@ -133,7 +133,8 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
     connections = _connections(config)
     bodies = Bodies(config.max_body_bytes)
     metrics.connections = lambda: len(connections)
-    metrics.held_bytes = lambda: (bodies.bytes, connections.unsent_bytes)
+    metrics.held_bytes = lambda: (bodies.bytes, sum(connections.unsent_bytes))
+    metrics.unread_tokens = lambda: sum(generator.unread_tokens)
     reports: Watchers[RequestReport] = Watchers()
     tracing = Tracing(generator, reports)
     if config.trace is not None:

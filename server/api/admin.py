@@ -142,6 +142,7 @@ async def debug_requests(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     scheduler = service.engine.scheduler
     now = scheduler.statistics()
+    unsent, unread = service.connections.unsent_bytes, service.generator.unread_tokens
     return json_response(
         {
             "full": now.full,
@@ -154,7 +155,10 @@ async def debug_requests(request: web.Request) -> web.Response:
                 "connections_bound": service.connections.most,
                 "body_bytes": service.bodies.bytes,
                 "body_bytes_bound": service.bodies.most,
-                "unsent_answer_bytes": service.connections.unsent_bytes,
+                "unsent_answer_bytes": sum(unsent),
+                "unsent_answer_bytes_of_one": max(unsent, default=0),
+                "unread_tokens": sum(unread),
+                "unread_tokens_of_one": max(unread, default=0),
             },
             "requests": [dataclasses.asdict(one) for one in scheduler.requests],
         }

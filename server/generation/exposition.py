@@ -152,6 +152,11 @@ _GAUGES: Sequence[Gauge] = (
         "Bytes of answers that clients have not taken yet",
         lambda s, m: m.held_bytes()[1],
     ),
+    (
+        "loomserve:unread_tokens",
+        "Tokens that are there, and that their clients have not made room for",
+        lambda s, m: m.unread_tokens(),
+    ),
 )
 _COUNTS: Sequence[Count] = (
     (

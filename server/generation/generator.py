@@ -103,6 +103,11 @@ class Generation:
         return self._stream.requests
 
     @property
+    def unread_tokens(self) -> int:
+        """Tokens that are there, and that its client has not made room for."""
+        return self._stream.unread_tokens
+
+    @property
     def timelines(self) -> Sequence[Timeline]:
         """What is noted of each choice's time, parallel to `requests`."""
         return self._stream.timelines
@@ -294,6 +299,11 @@ class Generator:
                 for choice in range(params.best_of)
             ]
         return requests
+
+    @property
+    def unread_tokens(self) -> list[int]:
+        """Of each live generation, the tokens that its client has not made room for."""
+        return [generation.unread_tokens for generation in self.live]
 
     def abort(self, name: str | None) -> int:
         """Ends the generations of that name, or all (None); how many there were."""

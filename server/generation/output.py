@@ -104,6 +104,12 @@ class RequestStream:
             waiting.append(delta)
         self._wake()
 
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens of the news that nobody has taken yet."""
+        deltas = (delta for waiting in self._pending.values() for delta in waiting)
+        return sum(len(delta.token_ids) + len(delta.prompt_logprobs or ()) for delta in deltas)
+
     def fail(self, error: LoomserveError) -> None:
         """Ends the stream: the reader gets what is pending, then the error."""
         self._error = error

@@ -60,9 +60,9 @@ class Connections:
         return len(self._open) + self.handshakes
 
     @property
-    def unsent_bytes(self) -> int:
-        """Bytes of answers that no client has taken yet."""
-        return sum(connection.unsent_bytes for connection in self._open.values())
+    def unsent_bytes(self) -> list[int]:
+        """Of each connection, the bytes of answers that its client has not taken yet."""
+        return [connection.unsent_bytes for connection in self._open.values()]
 
     @property
     def full(self) -> bool:

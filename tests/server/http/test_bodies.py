@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import socket
 
 import pytest
 
 from runtime.errors import QueueFull
 from server.http.bodies import LARGEST_AT_ONCE, SMALL, Bodies
-from tests.fakes import fake_server
+from server.http.sockets import listen
+from tests import fakes
+from tests.fakes import fake_server, live
 
 
 def test_a_body_counts_as_long_as_it_is_held_and_never_more_than_the_largest():
@@ -38,7 +42,7 @@ async def figures(server) -> dict[str, float]:
         text = await answer.text()
     return {
         name: float(value)
-        for name, value in re.findall(r"^loomserve:(\w+_bytes)\{.*\} (\S+)$", text, re.M)
+        for name, value in re.findall(r"^loomserve:(\w+)\{.*\} (\S+)$", text, re.M)
     }
 
 
@@ -85,3 +89,36 @@ async def test_what_a_client_does_not_take_is_shown():
             while (await figures(server))["unsent_answer_bytes"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert len(server.service.connections) == 1  # that of the one who asks for the figures
+
+
+async def test_what_a_client_makes_no_room_for_is_its_own_answer_and_is_shown(monkeypatch):
+    """Beside what the transport of its connection takes: those of a stream no more than 64 KiB and
+    the events of one piece."""
+
+    def listen_in_small(*where):
+        sockets = listen(*where)
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return sockets
+
+    monkeypatch.setattr(fakes, "listen", listen_in_small)
+    most = 3000
+    async with asyncio.timeout(60), fake_server(context_length=most + 100) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = {"prompt": "x", "max_tokens": most, "ignore_eos": True, "stream": True}
+        data = json.dumps({**body, "logprobs": 5}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(data) + data)
+        await reader.readuntil(b"data: ")
+        while live(server.service):  # the model is done  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        memory = (await server.get("/debug/requests"))[1]["memory"]
+        assert 0 < memory["unread_tokens_of_one"] <= memory["unread_tokens"] < most
+        assert (await figures(server))["unread_tokens"] == memory["unread_tokens"]
+        assert 0 < memory["unsent_answer_bytes_of_one"] < 65_536 + 128 * 1000
+        writer.transport.abort()
+        while server.service.generator.live:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        memory = (await server.get("/debug/requests"))[1]["memory"]
+        assert memory["unread_tokens"] == memory["unsent_answer_bytes_of_one"] == 0
