@@ -1,7 +1,7 @@
 """Small mistakes to plant: in which file, what stands there, what is put in its place.
 
 They are mistakes that people make: off by one, the wrong bound, a condition turned round, a count
-not kept, something not given back. `AREAS` says which fast tests ought to notice.
+not kept, something not given back. `AREAS` says which tests ought to notice.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ AREAS = {
         f"{TESTS}/test_prefill_share.py",
         f"{TESTS}/test_queue_order.py",
         f"{TESTS}/test_wait_reasons.py",
+        f"{TESTS}/test_pending_prefixes.py",
         f"{TESTS}/test_chunk_sizer.py",
         f"{TESTS}/test_chunk_alignment.py",
+        f"{TESTS}/test_target_reach.py",
+        f"{TESTS}/test_speed_changes.py",
         f"{TESTS}/test_scheduler_faults.py",
         f"{TESTS}/test_scheduler_machine.py",
     ),
@@ -59,6 +62,7 @@ AREAS = {
         f"{TESTS}/test_scheduler_machine.py",
     ),
     "engine": (
+        "tests/server/generation/test_token_masks.py",
         "tests/world",
         "tests/server/generation/test_engine.py",
         "tests/server/generation/test_step_retries.py",
@@ -81,9 +85,12 @@ AREAS = {
         "tests/server/formats/test_tool_parsers.py",
         "tests/server/formats/test_thinking_budget.py",
         "tests/server/formats/test_random_chats.py",
+        "tests/server/formats/test_reasoning.py",
+        "tests/server/formats/test_one_call.py",
         "tests/server/text/test_bounds.py",
         "tests/server/grammars/test_grammars.py",
         "tests/server/grammars/test_grammar_limits.py",
+        "tests/server/grammars/test_grammar_waiting.py",
         "tests/server/api/test_hostile_bodies.py",
     ),
     "sampler": (
@@ -114,11 +121,15 @@ AREAS = {
         "tests/ops/test_mixed_attention.py",
         "tests/ops/gpu/test_warm_up_covers.py",
         "tests/ops/gpu/test_triton_attention_faults.py",
+        "tests/ops/gpu/test_triton_sources.py",
     ),
 }
 
-# Slow tests that look as well, where fast ones have seen nothing: a compiler takes seconds.
-SLOW_TOO = {"gpu": ("tests/ops/gpu/test_triton_sources.py",)}
+# What takes minutes, or compares two runs of the same code.
+LEFT_OUT = (
+    "tests/world/test_world.py::test_two_thousand_worlds",
+    "tests/world/test_world.py::test_a_seed_gives_the_same_run_again_whatever_hashes_are",
+)
 
 
 def _planted(area: str, file: str, *changes: tuple[str, str]) -> list[Plant]:

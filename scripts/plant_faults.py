@@ -4,17 +4,20 @@
     scripts/plant_faults.py                       all of them; takes an hour or so
     scripts/plant_faults.py --area cache          those of one area
     scripts/plant_faults.py --only 12 57          those with these numbers
+    scripts/plant_faults.py --results found.jsonl keeps what was found, and leaves out what is there
     scripts/plant_faults.py --check               only looks whether each can still be planted
 
-For each mistake the fast tests of its area (of some areas the slow ones too) run until the first
-that fails, but for those that fail without a mistake as well. The exit status is 1 where one was
-not noticed.
+For each mistake the fast tests of its area run until the first that fails, but for those that fail
+without a mistake as well; then, for the mistakes that none has noticed, all tests of their areas.
+The exit status is 1 where one was not noticed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -22,20 +25,41 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts._planted_faults import AREAS, PLANTS, SLOW_TOO, Plant
+from scripts._planted_faults import AREAS, LEFT_OUT, PLANTS, Plant
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("server", "runtime", "ops", "tests", "scripts", "pyproject.toml", "README.md", "docs")
-LONGEST_S = 150
+# A mistake that makes the tests take so many times as long as without it has made them hang.
+PATIENCE, LEAST_PATIENCE_S = 4, 60
 # What tests import beside this project: once for all, since each mistake has a fork of its own.
-LIBRARIES = ("aiohttp", "h11", "jinja2", "llguidance", "numpy", "tokenizers")
+LIBRARIES = (
+    "aiohttp",
+    "h11",
+    "hypothesis",
+    "jinja2",
+    "llguidance",
+    "numpy",
+    "orjson",
+    "prometheus_client",
+    "tokenizers",
+    "torch",
+    "triton",
+    "uvloop",
+)
+# As tests/conftest.py has it, before anything imports torch and triton.
+ENVIRONMENT = {
+    "TRITON_INTERPRET": "1",
+    "TRITON_DEFAULT_FP_FUSION": "1",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def cannot_plant(plant: Plant) -> str | None:
@@ -44,47 +68,68 @@ def cannot_plant(plant: Plant) -> str | None:
     return None if count == 1 else f"{plant.file}: {plant.old!r} stands there {count} times"
 
 
-def noticed(tree: Path, plant: Plant, ignored: Sequence[str]) -> str | None:
-    """The test that notices the mistake; None where none does. ignored: tests that fail anyway."""
-    path = tree / plant.file
-    right = path.read_text()
-    path.write_text(right.replace(plant.old, plant.new))
-    try:
-        options = ["-x", *(f"--deselect={one}" for one in ignored)]
-        for tests in runs_of(plant.area):
-            if found := failures(tree, [*tests, *options]):
-                return found[0]
-        return None
-    finally:
-        path.write_text(right)
+class Nursery:
+    """A copy of this tree that mistakes are planted into.
+
+    Args: tree: an empty folder.
+    """
+
+    def __init__(self, tree: Path) -> None:
+        self._tree = tree
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, tree / name)
+        self._without = functools.cache(self._run_without)
+
+    def noticed(self, plant: Plant, marker: str) -> str | None:
+        """The test that notices a mistake; None where none does. marker: of the tests to run."""
+        path = self._tree / plant.file
+        right = path.read_text()
+        failing, usual_s = self._without(plant.area, marker)
+        longest_s = max(LEAST_PATIENCE_S, PATIENCE * usual_s)
+        options = ["-x", "-m", marker, *(f"--deselect={one}" for one in failing)]
+        path.write_text(right.replace(plant.old, plant.new))
+        try:
+            found = self._failures([*by_likelihood(plant), *options], longest_s)
+        finally:
+            path.write_text(right)
+        return found[0] if found else None
+
+    def _run_without(self, area: str, marker: str) -> tuple[list[str], float]:
+        """The tests of an area that fail without a mistake, and what they take."""
+        started = time.perf_counter()
+        failing = self._failures([*AREAS[area], "-m", marker], None)
+        return failing, time.perf_counter() - started
+
+    def _failures(self, arguments: Sequence[str], longest_s: float | None) -> list[str]:
+        """The tests that fail."""
+        output = self._tree / "output.txt"
+        left_out = [f"--deselect={one}" for one in LEFT_OUT]
+        process = multiprocessing.get_context("fork").Process(
+            target=_run_tests, args=(self._tree, [*arguments, *left_out], output)
+        )
+        process.start()
+        process.join(longest_s)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return ["one that does not end"]
+        if process.exitcode == 0:
+            return []
+        told = output.read_text()
+        lines = [line for line in told.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if not lines:
+            raise RuntimeError(f"the tests cannot run:\n{told[-2000:]}")
+        return [line.split(" - ")[0].split(maxsplit=1)[1] for line in lines]
 
 
-def runs_of(area: str) -> list[Sequence[str]]:
-    """What pytest is to run for an area, one after the other: its fast tests, then slow ones that
-    see what those cannot."""
-    slow = SLOW_TOO.get(area)
-    return [[*AREAS[area], "-m", "not slow"], *([slow] if slow else [])]
-
-
-def failures(tree: Path, arguments: Sequence[str]) -> list[str]:
-    """The tests that fail."""
-    output = tree / "output.txt"
-    process = multiprocessing.get_context("fork").Process(
-        target=_run_tests, args=(tree, arguments, output)
-    )
-    process.start()
-    process.join(LONGEST_S)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        return ["one that does not end"]
-    if process.exitcode == 0:
-        return []
-    told = output.read_text()
-    lines = [line for line in told.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if not lines:
-        raise RuntimeError(f"the tests cannot run:\n{told[-2000:]}")
-    return [line.split(" - ")[0].split(maxsplit=1)[1] for line in lines]
+def by_likelihood(plant: Plant) -> list[str]:
+    """The tests of a mistake's area, those of its own file first."""
+    own = f"test_{Path(plant.file).stem}"
+    return sorted(AREAS[plant.area], key=lambda test: Path(test).stem != own)
 
 
 def _run_tests(tree: Path, arguments: Sequence[str], output: Path) -> None:
@@ -108,56 +153,81 @@ def _run_tests(tree: Path, arguments: Sequence[str], output: Path) -> None:
     os._exit(status)
 
 
+class Results:
+    """What was found, by mistake; kept in a file where there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._found: dict[Plant, str | None] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                told = json.loads(line)
+                self._found[Plant(**told["plant"])] = told["noticed"]
+
+    def __contains__(self, plant: Plant) -> bool:
+        return plant in self._found
+
+    def add(self, plant: Plant, noticed: str | None) -> None:
+        self._found[plant] = noticed
+        if self._path is not None:
+            with self._path.open("a") as file:
+                print(json.dumps({"plant": asdict(plant), "noticed": noticed}), file=file)
+
+    def table(self, plants: Iterable[Plant]) -> str:
+        """Of those that were planted, how many were noticed, by area."""
+        planted = [plant for plant in plants if plant in self]
+        counts = Counter(plant.area for plant in planted)
+        noticed = Counter(plant.area for plant in planted if self._found[plant] is not None)
+        rows = [f"| {area} | {counts[area]} | {noticed[area]} |" for area in AREAS if counts[area]]
+        total = f"| all | {counts.total()} | {noticed.total()} |"
+        return "\n".join(["| area | planted | noticed |", "|---|---:|---:|", *rows, total])
+
+    def all_noticed(self, plants: Iterable[Plant]) -> bool:
+        return all(self._found.get(plant) is not None for plant in plants)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--area", choices=AREAS, help="one area alone")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of mistakes")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="keep what is found; leave out what is there"
+    )
     parser.add_argument("--check", action="store_true", help="run no tests")
     options = parser.parse_args()
     misplaced = list(filter(None, map(cannot_plant, PLANTS)))
     if misplaced:
         print(*misplaced, sep="\n")
         return 1
-    chosen = [
-        (number, plant)
+    chosen = {
+        number: plant
         for number, plant in enumerate(PLANTS)
         if options.area in (None, plant.area) and number in (options.only or [number])
-    ]
+    }
     if options.check:
         print(f"{len(chosen)} mistakes can be planted")
         return 0
-    planted: Counter[str] = Counter()
-    caught: Counter[str] = Counter()
+    os.environ.update(ENVIRONMENT)
     for name in LIBRARIES:
         importlib.import_module(name)
+    results = Results(options.results)
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, tree / name)
-        fail_anyway = {
-            area: [test for tests in runs_of(area) for test in failures(tree, tests)]
-            for area in {p.area for _, p in chosen}
-        }
-        for number, plant in chosen:
-            started = time.perf_counter()
-            found = noticed(tree, plant, fail_anyway[plant.area])
-            planted[plant.area] += 1
-            caught[plant.area] += found is not None
-            seconds = time.perf_counter() - started
-            told = found or f"NOT NOTICED: {plant.file}: {plant.old!r} -> {plant.new!r}"
-            print(f"{number:3d} {plant.area:9s} {seconds:5.1f} s  {told}", flush=True)
-    print("\n| area | planted | noticed |\n|---|---:|---:|")
-    for area in AREAS:
-        if planted[area]:
-            print(f"| {area} | {planted[area]} | {caught[area]} |")
-    print(f"| all | {planted.total()} | {caught.total()} |")
-    return 0 if planted == caught else 1
+        nursery = Nursery(Path(folder))
+        for marker in ("not slow", ""):
+            for number, plant in chosen.items():
+                if plant in results:
+                    continue
+                started = time.perf_counter()
+                noticed = nursery.noticed(plant, marker)
+                if noticed or not marker:
+                    results.add(plant, noticed)
+                seconds = time.perf_counter() - started
+                told = noticed or f"not noticed: {plant.file}: {plant.old!r} -> {plant.new!r}"
+                print(f"{number:3d} {plant.area:9s} {seconds:5.1f} s  {told}", flush=True)
+    print(f"\n{results.table(chosen.values())}")
+    return 0 if results.all_noticed(chosen.values()) else 1
 
 
 if __name__ == "__main__":

@@ -245,6 +245,24 @@ def test_feasibility_is_unknown_before_steps_were_measured() -> None:
     assert TimedChunkSizer(slo_config(20.0)).feasible is None
 
 
+@pytest.mark.parametrize("history", [0, 1000, 4000])
+def test_the_predicted_time_of_a_step_is_that_of_its_tokens_behind_their_history(
+    history: int,
+) -> None:
+    def seconds(tokens: int, before: int, rows: int, context: int) -> float:
+        square = tokens * (tokens + 2 * before)
+        return 3e-8 * square + 5e-5 * tokens + 1e-4 * rows + 1e-8 * context + 0.004
+
+    sizer = TimedChunkSizer(slo_config(20.0))
+    rng = random.Random(5)
+    for _ in range(60):
+        shape = rng.randint(1, 128), rng.randint(0, 4000), rng.randint(1, 64), 6400
+        sizer.observe(step(*shape), seconds(*shape))
+    size = sizer.choose(ChunkLoad(history, 8, 6400))
+    assert size.tokens is not None
+    assert size.predicted_s == pytest.approx(seconds(size.tokens, history, 8, 6400), rel=0.02)
+
+
 @pytest.mark.slow
 def test_prefill_steps_that_running_rows_wait_for_stay_within_the_target() -> None:
     """--disable-mixed-chunk: the rows are not in the step, and wait for it all the same."""

@@ -99,6 +99,23 @@ def test_one_that_shorter_ones_have_passed_for_too_long_goes_before_them() -> No
     driver.run().assert_all_free()
 
 
+def test_short_prompts_have_saved_up_their_share_of_four_steps_at_most() -> None:
+    """Many that come together after a long silence: a quarter of each step, and four times that."""
+    driver = storm(3)
+    for _ in range(15):
+        driver.step()
+    driver.add(*[request(f"short{number}", 16, 1) for number in range(40)])
+    before, steps = len(driver.batches), 4
+    for _ in range(steps):
+        driver.step()
+    taken = 0
+    for batch in driver.batches[before:]:
+        rows = zip(batch.requests, batch.extend_lens, strict=True)
+        taken += sum(tokens for r, tokens in rows if r.request_id.startswith("short"))
+    assert CHUNK < taken <= (4 + steps) * CHUNK // 4
+    driver.run().assert_all_free()
+
+
 def test_nobody_is_put_off_by_what_matters_less() -> None:
     driver = Driver(config(page_size=16, capacity_tokens=4000, chunked_prefill_size=CHUNK))
     driver.add(request("long", LONG, 1, priority=3))
