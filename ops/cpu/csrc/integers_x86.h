@@ -97,6 +97,8 @@ struct Bytes {
 
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define LOOM_VNNI_YMM
+#else
+#define LOOM_INT8_WORDS  // see int8_words.h
 #endif
 
 template <int kind>

@@ -8,6 +8,8 @@
 #include "tiles.h"
 #if defined(__aarch64__)
 #include "matrix_tiles_neon.h"
+#elif defined(LOOM_INT8_WORDS)
+#include "int8_words.h"
 #endif
 
 namespace loom {
@@ -346,7 +348,54 @@ void run_blocked(const Piece& piece, const RowTiles& tiles) {
 }
 #endif
 
+#if defined(LOOM_INT8_WORDS)
+// Lines of an int8 panel from k `at` on as words; `ahead` null or a panel to fetch meanwhile.
+void widen_block(const char* panel, const char* ahead, int64_t at, int64_t count, int64_t k,
+                 int16_t* out) {
+  if (ahead) {
+    for (int64_t byte = 16 * at; byte < 16 * (at + count); byte += 64) prefetch(ahead + byte);
+    for (int64_t byte = at; byte < at + count; byte += 64) prefetch(ahead + 16 * k + byte);
+  }
+  widen_lines(panel, at / 4, (at + count) / 4, out);
+}
+
+// `run_blocked` of int8 rows: both the block's weights and its rows are widened once.
+void run_words(const Piece& piece, const RowTiles& tiles) {
+  alignas(64) float sums[kWordBlockRows * kPair];
+  alignas(64) int16_t panels[2][kWordBlockK * kPanel], words[kWordBlockRows * kWordBlockK];
+  int64_t k = padded_k(LOOM_KIND_INT8, piece.layer.k), stride = piece.x.stride;
+  int64_t first = tiles.begin(tiles.first), last = tiles.begin(tiles.last);
+  for (int64_t top = first; top < last; top += kWordBlockRows) {
+    int64_t rows = std::min(kWordBlockRows, last - top);
+    const char* x = piece.x.data + top * stride;
+    PanelPair ahead = top == first ? piece.ahead : PanelPair{nullptr, nullptr};
+    for (int64_t at = 0; at < k; at += kWordBlockK) {
+      int64_t count = std::min(kWordBlockK, k - at), group = at / kGroup;
+      widen_block(piece.now.panel0, ahead.panel0, at, count, k, panels[0]);
+      widen_block(piece.now.panel1, ahead.panel1, at, count, k, panels[1]);
+      for (int64_t r = 0; r < rows; r++) {
+        widen_row(x + r * stride + at, count, words + r * kWordBlockK);
+      }
+      for (int p = 0; p < 2; p++) {
+        const char* scales = (p ? piece.now.panel1 : piece.now.panel0) + 16 * k;
+        for (int64_t r = 0; r < rows; r += kWordRows) {
+          tile_words(int(std::min<int64_t>(kWordRows, rows - r)),
+                     {words + r * kWordBlockK, panels[p], scales + 32 * group,
+                      (const GroupOfRow*)(x + r * stride + k) + group, stride, count / kGroup,
+                      sums + r * kPair + p * kPanel, kPair, at > 0});
+        }
+      }
+    }
+    piece.emit(top, top + rows, sums);
+  }
+}
+#endif
+
 void run_piece(const Piece& piece, const RowTiles& tiles, const TileFunction* by_rows) {
+#if defined(LOOM_INT8_WORDS)
+  bool many = tiles.last - tiles.first > 1;
+  if (many && piece.layer.kind == LOOM_KIND_INT8) return run_words(piece, tiles);
+#endif
 #if !defined(LOOM_ZMM)
   bool of_floats = input_format(piece.layer.kind) == Format::kFloat;
   if (of_floats && tiles.last - tiles.first > 1) return run_blocked(piece, tiles);
