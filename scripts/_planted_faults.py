@@ -492,6 +492,14 @@ PLANTS = [
     ),
     *_planted(
         "kernels",
+        "ops/gpu/filtered_draw.py",
+        ("earlier = others < tl.program_id(1)", "earlier = others <= tl.program_id(1)"),
+        ("above = bins > digit", "above = bins >= digit"),
+        ("kept = mass + ties *", "kept = mass + 0 * ties *"),
+        ("if key == tl.load(row_words + _FIRST_KEY):", "if False:"),
+    ),
+    *_planted(
+        "kernels",
         "ops/gpu/experts.py",
         ("// BLOCK_M + middle <= tile", "// BLOCK_M + middle < tile"),
         ("live = place < end", "live = place <= end"),

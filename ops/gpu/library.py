@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "loomserve"
 
-_SIZES = ("num_rows", "num_tokens", "max_splits")  # the per-step arguments that are ints
+_SIZES = ("num_rows", "num_tokens", "max_splits", "stage")  # the per-step arguments that are ints
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 

@@ -2,16 +2,11 @@
 
 Decisions:
 
-- Nothing is sorted. top-k and top-p keep a prefix of the order (logit descending, id ascending), so
-  each is a threshold: the largest sort key whose upper tail holds k tokens, or the wanted
-  probability. The key is found two bits at a time from the top, sixteen passes over a row, with
-  three candidates compared in each. A row of 152k float32 logits is 600 KB: a few rows stay in L2
-  between passes, a full batch of 256 (156 MB) does not, and each pass then reads device memory.
-  Tokens equal to the threshold are kept in the order of their ids until the number is reached.
-- One program does a whole row, so a row's result depends on that row alone, and no pass needs
-  another launch.
+- Rows that filter nothing are drawn by one program each: two passes over a row, one of them where
+  all are greedy. Where some row filters, all go the way of `filtered_draw`, which gives any row
+  the same token.
 - Philox numbers come in fours, one block for the tokens 4g .. 4g + 3. A tile therefore holds
-  groups, and its four members are read in turn. Tiles without a token that is left draw none.
+  groups, and its four members are read in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.gpu.filtered_draw import filtered_draw
 from ops.gpu.library import register, step_kernel
+from ops.gpu.logit_order import gumbel, random_words, scaled
 
 if TYPE_CHECKING:
     from ops.op_set import SamplingTensors
@@ -89,125 +86,6 @@ def _mask_kernel(logits, mask_rows, mask_bits, vocab_size, stride, BLOCK: tl.con
 
 
 @triton.jit
-def _sort_key(x):
-    """float32 to uint32 in the same order; -0.0 and 0.0 are one key."""
-    bits = (x + 0.0).to(tl.uint32, bitcast=True)
-    # Not ~bits: before Triton 3.9 the interpreter cannot invert an unsigned number.
-    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-
-
-@triton.jit
-def _scaled(row_logits, token, live, temperature, BLOCK: tl.constexpr):
-    """logit / temperature, correctly rounded, since the quotients' order decides."""
-    x = tl.load(row_logits + token, mask=live, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32))
-
-
-@triton.jit
-def _tail_key(
-    row_logits, vocab_size, temperature, top, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The largest key such that the tokens at or above it weigh at least `wanted`, and the weight
-    strictly above it. A token weighs exp(x - top) if BY_MASS, else 1."""
-    key = tl.zeros([], tl.uint32)
-    above = 0.0
-    for digit in range(16):
-        shift = 30 - 2 * digit
-        step = tl.full([], 1, tl.uint32) << shift
-        one = key + step
-        two = one + step
-        three = two + step
-        tail_1 = tl.zeros([BLOCK], tl.float32)
-        tail_2 = tl.zeros([BLOCK], tl.float32)
-        tail_3 = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            live = token < vocab_size
-            x = _scaled(row_logits, token, live, temperature, BLOCK)
-            weight = tl.exp(x - top) if BY_MASS else live.to(tl.float32)
-            keys = _sort_key(x)
-            tail_1 += tl.where(keys >= one, weight, 0.0)
-            tail_2 += tl.where(keys >= two, weight, 0.0)
-            tail_3 += tl.where(keys >= three, weight, 0.0)
-        sum_1 = tl.sum(tail_1, 0)
-        sum_2 = tl.sum(tail_2, 0)
-        sum_3 = tl.sum(tail_3, 0)
-        # The digit is the last candidate whose tail is heavy enough; the next one's tail is what
-        # lies above the digit's interval.
-        if sum_3 >= wanted:
-            key = three
-        elif sum_2 >= wanted:
-            key = two
-            above = sum_3
-        elif sum_1 >= wanted:
-            key = one
-            above = sum_2
-        else:
-            above = sum_1
-    return key, above
-
-
-@triton.jit
-def _mass(row_logits, vocab_size, temperature, top, BLOCK: tl.constexpr):
-    """Sum of exp(x - top) over the row."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        x = _scaled(row_logits, token, token < vocab_size, temperature, BLOCK)
-        total += tl.exp(x - top)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _key_value(key):
-    """The float32 of a sort key."""
-    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _threshold(row_logits, vocab_size, temperature, top, top_k, top_p, BLOCK: tl.constexpr):
-    """What top-k and top-p keep: all tokens above a key, and the first `ties` of those equal."""
-    key = tl.zeros([], tl.uint32)
-    ties = vocab_size
-    limited = (top_k > 0) & (top_k < vocab_size)
-    if limited:
-        key, above = _tail_key(
-            row_logits, vocab_size, temperature, top, top_k.to(tl.float32), False, BLOCK
-        )
-        ties = top_k - above.to(tl.int32)
-    if top_p < 1.0:
-        if limited:
-            # Mass of what top-k left: the tail above its key, and the ties it keeps.
-            total = ties.to(tl.float32) * tl.exp(_key_value(key) - top)
-            for start in range(0, vocab_size, BLOCK):
-                token = start + tl.arange(0, BLOCK)
-                x = _scaled(row_logits, token, token < vocab_size, temperature, BLOCK)
-                total += tl.sum(tl.where(_sort_key(x) > key, tl.exp(x - top), 0.0), 0)
-        else:
-            total = _mass(row_logits, vocab_size, temperature, top, BLOCK)
-        # At least the first token is kept, also at top_p 0.
-        wanted = tl.maximum(top_p * total, 1e-30)
-        p_key, p_above = _tail_key(row_logits, vocab_size, temperature, top, wanted, True, BLOCK)
-        if p_key >= key:
-            # Tie j (from 0) is kept while the mass before it is less than what is wanted.
-            each = tl.maximum(tl.exp(_key_value(p_key) - top), 1e-37)
-            # A quotient past int32 means all of them.
-            count = tl.minimum(tl.ceil((wanted - p_above) / each), 1e9)
-            p_ties = tl.maximum(count.to(tl.int32), 1)
-            ties = tl.where(p_key > key, p_ties, tl.minimum(ties, p_ties))
-            key = p_key
-    return key, ties
-
-
-@triton.jit
-def _gumbel(bits):
-    """-log(-log(u)) for u = (b + 0.5) / 2**23, b the upper 23 bits of a random word."""
-    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    return -tl.log(-tl.log(uniform))
-
-
-@triton.jit
 def _better(best, best_token, value, token):
     """The larger value of each lane. A lane's tokens ascend, so among equals the lowest stays."""
     wins = value > best
@@ -222,66 +100,31 @@ def _best_of(best, best_token):
 
 
 @triton.jit
-def _kept_of_tile(
-    row_logits, vocab_size, temperature, key, ties, seen_ties, start, BLOCK: tl.constexpr
-):
-    """Whether the tile holds a token at or above the key, the id before which its ties are kept,
-    and the number of ties up to the tile's end."""
-    token = start + tl.arange(0, BLOCK)
-    keys = _sort_key(_scaled(row_logits, token, token < vocab_size, temperature, BLOCK))
-    equal = ((keys == key) & (token < vocab_size)).to(tl.int32)
-    end_ties = seen_ties + tl.sum(equal, 0)
-    tie_end = vocab_size
-    if end_ties > ties:
-        tie_end = start + tl.sum((seen_ties + tl.cumsum(equal, 0) <= ties).to(tl.int32), 0)
-    return tl.max((keys >= key).to(tl.int32), 0) > 0, tie_end, end_ties
-
-
-@triton.jit
-def _draw(
-    row_logits, vocab_size, temperature, top, min_p, key, ties, seed, position, fallback,
-    FILTER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Token of the largest x + Gumbel noise among those kept by key, ties and min_p."""
+def _draw(row_logits, vocab_size, temperature, seed, position, fallback, BLOCK: tl.constexpr):
+    """Token of the largest x + Gumbel noise."""
     GROUPS: tl.constexpr = BLOCK // 4
     best = tl.full([GROUPS], float("-inf"), tl.float32)
     best_token = tl.full([GROUPS], 0x7FFFFFFF, tl.int32)
-    zero = tl.zeros([GROUPS], tl.uint32)
-    low = (position & 0xFFFFFFFF).to(tl.uint32) + zero
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + zero
-    any_left = vocab_size > 0
-    tie_end = vocab_size
-    seen_ties = 0
     for start in range(0, vocab_size, BLOCK):
-        if FILTER:
-            any_left, tie_end, seen_ties = _kept_of_tile(
-                row_logits, vocab_size, temperature, key, ties, seen_ties, start, BLOCK
-            )
-        if any_left:
-            group = start // 4 + tl.arange(0, GROUPS)
-            words = tl.philox(seed, group.to(tl.uint32), low, high, zero, 10)
-            for member in tl.static_range(4):
-                token = group * 4 + member
-                live = token < vocab_size
-                x = _scaled(row_logits, token, live, temperature, GROUPS)
-                if FILTER:
-                    keys = _sort_key(x)
-                    live &= (keys > key) | ((keys == key) & (token < tie_end))
-                    live &= tl.exp(x - top) >= min_p
-                noisy = tl.where(live, x + _gumbel(words[member]), float("-inf"))
-                best, best_token = _better(best, best_token, noisy, token)
+        group = start // 4 + tl.arange(0, GROUPS)
+        words = random_words(seed, position, group)
+        for member in tl.static_range(4):
+            token = group * 4 + member
+            live = token < vocab_size
+            x = scaled(row_logits, token, live, temperature, GROUPS)
+            noisy = tl.where(live, x + gumbel(words[member]), float("-inf"))
+            best, best_token = _better(best, best_token, noisy, token)
     largest, chosen = _best_of(best, best_token)
-    # Nothing is left only where a logit is +inf, whose probability is no number.
     return tl.where(largest == float("-inf"), fallback, chosen)
 
 
-@step_kernel("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions", "state_rows")
+@step_kernel("temperatures", "seeds", "positions", "state_rows")
 def _sample_kernel(
-    logits, out, temperatures, top_ks, top_ps, min_ps, seeds, positions,
-    state_rows, output_counts, vocab_size, stride, count_stride,
-    GREEDY: tl.constexpr, FILTER: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, out, temperatures, seeds, positions, state_rows, output_counts,
+    vocab_size, stride, count_stride,
+    GREEDY: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row from adjusted logits to its token, or -1. Grid (B,)."""
+    """One row that filters nothing, from adjusted logits to its token, or -1. Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -298,19 +141,9 @@ def _sample_kernel(
     if not GREEDY:
         temperature = tl.load(temperatures + row)
         if (temperature > 0.0) & (bad == 0):
-            top = tl.div_rn(top, temperature)
-            key = tl.zeros([], tl.uint32)
-            ties = vocab_size
-            min_p = 0.0
-            if FILTER:
-                min_p = tl.load(min_ps + row)
-                key, ties = _threshold(
-                    row_logits, vocab_size, temperature, top,
-                    tl.load(top_ks + row), tl.load(top_ps + row), BLOCK,
-                )  # fmt: skip
             chosen = _draw(
-                row_logits, vocab_size, temperature, top, min_p, key, ties,
-                tl.load(seeds + row), tl.load(positions + row), chosen, FILTER, BLOCK,
+                row_logits, vocab_size, temperature, tl.load(seeds + row),
+                tl.load(positions + row), chosen, BLOCK,
             )  # fmt: skip
     if COUNT:
         state = tl.load(state_rows + row).to(tl.int64)
@@ -358,13 +191,17 @@ def _choose(
 ) -> Tensor:  # fmt: skip
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows:
+    if rows and filtered:
+        filtered_draw(
+            out, logits, temperature, top_k, top_p, min_p, seed, position, state_rows,
+            output_counts,
+        )  # fmt: skip
+    elif rows:
         _sample_kernel[(rows,)](
-            logits, out, temperature, top_k, top_p, min_p, seed, position,
-            state_rows, output_counts, vocab_size, logits.stride(0),
+            logits, out, temperature, seed, position, state_rows, output_counts,
+            vocab_size, logits.stride(0),
             output_counts.stride(0) if output_counts is not None else 0,
-            GREEDY=greedy, FILTER=filtered, COUNT=output_counts is not None,
-            BLOCK=_block(vocab_size),
+            GREEDY=greedy, COUNT=output_counts is not None, BLOCK=_block(vocab_size),
             num_warps=_WARPS,
         )  # fmt: skip
     return out
@@ -404,8 +241,9 @@ def sample(logits: Tensor, s: SamplingTensors) -> Tensor:
     s.penalties.output_counts. Narrow logits are read as they are, or copied to float32 once where
     something is added to them.
 
-    Never waits for the device. Grid: (B,) for the draw, (B, cdiv(V, 4096)) for penalties and masks.
-    Numerics: fp32; masses of top-p are fp32 sums. Reference: ops.reference.sample.
+    Never waits for the device. Grid: (B,) for the draw without filters, (B, cdiv(V, 4096)) for
+    penalties and masks. Numerics: fp32; masses of top-p are exact sums of whole numbers
+    (`filtered_draw`). Reference: ops.reference.sample.
     """
     changes = (s.bias, s.penalties, s.banned, s.mask_bits)
     if any(change is not None for change in changes):
@@ -425,6 +263,6 @@ def sample(logits: Tensor, s: SamplingTensors) -> Tensor:
     out: Tensor = _choose_op(
         logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.position,
         p.state_rows if p is not None else None, p.output_counts if p is not None else None,
-        s.all_greedy, s.any_filter,
+        s.all_greedy, s.any_filter and not s.all_greedy,
     )  # fmt: skip
     return out

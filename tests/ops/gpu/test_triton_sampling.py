@@ -9,11 +9,19 @@ import pytest
 import torch
 
 from ops import reference
+from ops.gpu import filtered_draw
 from ops.gpu.sampling import sample
 from ops.op_set import Penalties, SamplingTensors
+from tests.ops.gpu.launches import recorded_launches
 
 VOCAB = 1003  # not a multiple of 4, of 32 or of a tile
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of a function takes the interpreter a millisecond, however many tokens it is of."""
+    monkeypatch.setattr(filtered_draw, "BLOCK", 1024)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -90,19 +98,50 @@ FILTERS = list(product([0, 1, 20, VOCAB], [1.0, 0.9, 0.3], [0.0, 0.2]))[1:]
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
 @pytest.mark.parametrize("step", [0.0, 1.0], ids=["distinct", "ties"])
 def test_filters_and_their_ties(step: float, top_k: int, top_p: float, min_p: float) -> None:
-    logits = random_logits(3, step=step, seed=top_k)
-    check_agreement(logits, tensors(3, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p))
+    logits = random_logits(2, step=step, seed=top_k)
+    check_agreement(logits, tensors(2, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p))
 
 
 @pytest.mark.slow
 def test_filters_differ_by_row() -> None:
-    """Greedy, plain, and each filter side by side, over three tiles."""
+    """Greedy, plain, and each filter side by side, over three slices."""
     s = tensors(6, top_k=1)
     s.temperature = torch.tensor([0.0, 0.7, 1.0, 1.0, 2.0, 0.5])
-    s.top_k = torch.tensor([0, 0, 5000, 0, 3, 50], dtype=torch.int32)
+    s.top_k = torch.tensor([0, 0, 4000, 0, 3, 50], dtype=torch.int32)
     s.top_p = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.99, 0.8])
     s.min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1])
-    check_agreement(random_logits(6, 9001), s)
+    check_agreement(random_logits(6, 5001), s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0.0, 1.0], ids=["distinct", "ties"])
+def test_slices_of_any_size_give_the_same_tokens(
+    step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thresholds and ties in several slices, the last of them short; sums are exact in any order,
+    so not a bit depends on how a row is cut."""
+    logits, s = random_logits(2, step=step), tensors(2, temperature=0.8, top_k=60, top_p=0.95)
+    whole = check_agreement(logits, s)
+    monkeypatch.setattr(filtered_draw, "BLOCK", 256)
+    monkeypatch.setattr(filtered_draw, "SLICE", 512)
+    assert check_agreement(logits, s).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_launches_do_not_depend_on_what_the_rows_ask_for(rows: int) -> None:
+    """One for the largest logits, seven histograms, ties, draw, end: 8 bits a pass."""
+    for options in ({"top_k": 5}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}):
+        with recorded_launches() as launched:
+            sample(random_logits(rows), tensors(rows, **options))
+        names = [kernel.name for kernel in launched]
+        assert names == [
+            "_top_kernel",
+            *["_histogram_kernel"] * 7,
+            "_ties_kernel",
+            "_draw_kernel",
+            "_finish_kernel",
+        ]
+        assert len(set(launched)) == 5, "one kernel for all seven histograms"
 
 
 @pytest.mark.slow
