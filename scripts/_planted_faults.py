@@ -310,14 +310,18 @@ PLANTS = [
             "if flight is not None and await self._finish(flight, following) is None:",
         ),
         ("            await _drained(later.step)", "            pass"),
-        ("self._masked_live -= choice.masked", "self._masked_live -= 0"),
-        ("if finish is not output.finish:", "if False:"),
         ("if not (step.may_sample or step.done):", "if step.done:"),
         ("self._wake.clear()", "pass"),
         (
             "        if self.dead is not None:\n            raise self.dead",
             "        if False:\n            raise self.dead",
         ),
+    ),
+    *_planted(
+        "engine",
+        "server/generation/delivery.py",
+        ("self.masked -= choice.masked", "self.masked -= 0"),
+        ("if finish is not output.finish:", "if False:"),
         ("choice.stream.fail(told)", "pass"),
     ),
     *_planted(

@@ -29,7 +29,7 @@ from runtime.runner import LaunchedStep, StepOutput
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from server.api.chat import ChatAnswer
 from server.api.completions import CompletionAnswer
-from server.generation.engine import Engine
+from server.generation.delivery import Delivery
 from server.http.sockets import listen
 from server.http.sse import EventStream
 from server.launcher import calm_interpreter
@@ -68,7 +68,7 @@ class Timers:
             (service.engine.scheduler, "plan", "plan"),
             (service.engine.runner, "launch", "launch"),
             (service.engine.scheduler, "commit", "commit"),
-            (Engine, "_deliver_one", "detokenise"),
+            (Delivery, "_one", "detokenise"),
             (CompletionAnswer, "events", "encode"),
             (ChatAnswer, "events", "encode"),
             (EventStream, "send", "write"),

@@ -26,7 +26,7 @@ from server.observability.progress import Progress
 from server.observability.tracing import Tracing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from runtime.offload.page_store import PageStore
     from runtime.runner import Runner
@@ -109,8 +109,13 @@ class Service:
             self.spans.close()
 
 
-def make_service(config: ServerConfig, parts: Parts) -> Service:
-    """The parts of a server, put together; its engine is not started yet."""
+def make_service(
+    config: ServerConfig, parts: Parts, *, clock: Callable[[], float] = time.monotonic
+) -> Service:
+    """The parts of a server, put together; its engine is not started yet.
+
+    Args: clock: see `Engine`.
+    """
     runner, scheduler, tokenizer = parts.runner, parts.scheduler, parts.tokenizer
     tokenizer.limit_ids(runner.info.vocab_size)
     if config.allow_special_in_content:
@@ -125,6 +130,7 @@ def make_service(config: ServerConfig, parts: Parts) -> Service:
         overlap=not config.disable_overlap,
         kv_events=_kv_events(config, scheduler),
         tier=parts.tier,
+        clock=clock,
     )
     limits = _limits(config, parts, model, aliases)
     generator = Generator(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,21 +53,27 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def byte_tokenizer(chat_template: str | None = CHATML, more: tuple[str, ...] = ()) -> Tokenizer:
     """Token ids 0..255 are bytes, 256 and 257 ChatML's special tokens, then more of such."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    backend = tokenizers.Tokenizer(models.BPE(dict(zip(alphabet, range(256), strict=True)), []))
+    backend = tokenizers.Tokenizer(models.BPE(_ids_of_bytes(), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>", *more])
-    template = ChatTemplate({"default": chat_template}, {}) if chat_template else None
-    return Tokenizer(backend, chat_template=template)
+    return Tokenizer(backend, chat_template=_compiled(chat_template) if chat_template else None)
 
 
-def _byte_of(character: str) -> int:
-    """The byte of a character of GPT-2's alphabet: plain ones are themselves, the others follow
+@functools.cache
+def _compiled(chat_template: str) -> ChatTemplate:
+    return ChatTemplate({"default": chat_template}, {})
+
+
+@functools.cache
+def _ids_of_bytes() -> dict[str, int]:
+    """The byte of each character of GPT-2's alphabet: plain ones are themselves, the others follow
     from U+0100 in order."""
-    code = ord(character)
     others = [b for b in range(256) if not (0x21 <= b <= 0x7E or 0xA1 <= b <= 0xAC or b >= 0xAE)]
-    return others[code - 256] if code >= 256 else code
+    codes = {ord(character): character for character in pre_tokenizers.ByteLevel.alphabet()}
+    return {
+        character: others[code - 256] if code >= 256 else code for code, character in codes.items()
+    }
 
 
 def says(text: str) -> Callable[[Request, int], int]:
@@ -140,7 +147,7 @@ class FakeServer:
 
 def live(service: Service) -> int:
     """Choices that a client waits for."""
-    return len(service.engine._live)
+    return len(service.engine.delivery.live)
 
 
 async def deltas_of(stream: RequestStream) -> AsyncIterator[Delta]:

@@ -271,7 +271,7 @@ class _Telling:
                     await out.send(self.still_there())
             async for news in generation:
                 self._said = True
-                if engine.timed and not generation.reads & TIMED_LAPS:
+                if engine.delivery.timed and not generation.reads & TIMED_LAPS:
                     begun = engine.clock()
                     await out.send(b"".join([made.events(delta) for delta in news]))
                     generation.writes.add(begun, engine.clock())

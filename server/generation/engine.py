@@ -1,4 +1,4 @@
-"""The step loop: the only code that waits for a step, and the owner of what is being generated.
+"""The step loop: the only code that waits for a step.
 
     plan N+1 -> launch N+1 -> wait for N -> commit N -> deliver its tokens -> mask and sample N+1
 
@@ -20,20 +20,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runtime.errors import EngineDead, GenerationFailed, LoomserveError
+from runtime.errors import EngineDead
 from runtime.request import Finish, FinishReason
 from runtime.runner import failed_step
+from server.generation.delivery import Delivery, kind_of
 from server.generation.output import ChoiceOutput, RequestStream
-from server.generation.pace import Pace
 from server.generation.step_reports import LoopStep, StepReports
-from server.generation.timeline import TIMED_LAPS
 from server.generation.token_masks import needs_mask, token_masks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runtime.offload.page_store import PageStore
-    from runtime.request import Request, RequestOutput
+    from runtime.request import Request
     from runtime.runner import LaunchedStep, Runner
     from runtime.scheduling.scheduler import Scheduler
     from server.generation.kv_events import KVEventPublisher
@@ -65,7 +64,7 @@ class Load:
 
 
 class Engine:
-    """The step loop: plans, launches, reads and commits steps, and hands each request its tokens.
+    """The step loop: plans, launches, reads and commits steps, and has their tokens delivered.
 
     Args:
         overlap: plan and launch the next step before the last one is read.
@@ -74,7 +73,8 @@ class Engine:
         clock: seconds; the scheduler sees no other time.
 
     Attributes:
-        timed: how long making and writing text takes is noted in each request's timeline.
+        dead: why the loop has ended by itself; None: it has not.
+        delivery: what is being generated, and for whom.
         records, watch_steps: see `StepReports`.
     """
 
@@ -96,13 +96,11 @@ class Engine:
         self.metrics = metrics
         self.clock = clock
         self.dead: EngineDead | None = None
-        self.timed = False
         self._overlap = overlap
         self._kv_events = kv_events
         self._tier = tier
-        self._live: dict[str, ChoiceOutput] = {}
-        self._masked_live = 0  # live choices that need token masks
         self._wake = asyncio.Event()  # of the idle loop
+        self.delivery = Delivery(scheduler, metrics, clock, self._wake.set)
         self._stopping = False
         self._stop_copying_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -126,10 +124,9 @@ class Engine:
         """Ends every request, waits for the steps in flight, ends the loop. Idempotent."""
         self._stopping = True
         self._stop_copying_s = self.clock() + STOP_COPYING_SECONDS
-        for choice in list(self._live.values()):
-            self.scheduler.abort(choice.request.request_id)
-            self._leave(choice)
-            choice.stream.fail(EngineDead("the server is stopping"))
+        for request_id in self.delivery.live:
+            self.scheduler.abort(request_id)
+        self.delivery.fail_all(EngineDead("the server is stopping"))
         self._wake.set()
         if self._task is not None:
             await self._task
@@ -158,18 +155,18 @@ class Engine:
         ]
         displaced = self.scheduler.add_group(requests, now)
         for choice in choices:
-            self._follow(choice)
-        self._deliver(displaced, now)
+            self.delivery.follow(choice)
+        self.delivery.at_once(displaced, now)
         self._wake.set()
         return stream
 
     def abort(self, stream: RequestStream, message: str | None = None) -> None:
         """Ends what is left of a stream's choices. Unknown or ended ones are left alone."""
         for request in stream.requests:
-            choice = self._live.get(request.request_id)
+            choice = self.delivery.live.get(request.request_id)
             if choice is not None:
                 self.scheduler.abort(request.request_id, message)
-                self._close(choice, Finish(FinishReason.ABORT, message=message))
+                self.delivery.close(choice, Finish(FinishReason.ABORT, message=message))
                 self._wake.set()
 
     def flush_cache(self) -> bool:
@@ -184,7 +181,9 @@ class Engine:
     def load(self) -> Load:
         """At this moment. Costs a look at every request that waits."""
         now = self.scheduler.statistics()
-        waiting = [choice.request for choice in self._live.values() if choice.request.row < 0]
+        waiting = [
+            choice.request for choice in self.delivery.live.values() if choice.request.row < 0
+        ]
         tokens = now.used_tokens + sum([len(request.input_ids) for request in waiting])
         return Load(now.active, now.queued, tokens, now.kv_usage)
 
@@ -196,11 +195,9 @@ class Engine:
         except BaseException as error:
             log.critical("the engine loop failed", exc_info=error)
             known = isinstance(error, EngineDead)
-            message = str(error) if known else f"internal error ({_kind(error)})"
+            message = str(error) if known else f"internal error ({kind_of(error)})"
             self.dead = EngineDead(f"the engine has stopped: {message}")
-            for choice in list(self._live.values()):
-                self._leave(choice)
-                choice.stream.fail(self.dead)
+            self.delivery.fail_all(self.dead)
             if not isinstance(error, Exception):
                 raise
 
@@ -229,7 +226,7 @@ class Engine:
         """Launches the next step, if there is one; also why there was none."""
         planned = self.clock()
         plan = self.scheduler.plan(planned)
-        self._deliver(plan.ended, planned)
+        self.delivery.at_once(plan.ended, planned)
         if self._tier is not None:
             self._tier.begin(plan.copies, plan.loads)
         batch = plan.batch
@@ -240,10 +237,10 @@ class Engine:
             step = self.runner.launch(batch)
         except Exception as error:
             step = failed_step(error)  # in its turn, after the step before it is committed
-        if not self._masked_live or not needs_mask(batch, self._live):
+        if not self.delivery.masked or not needs_mask(batch, self.delivery.live):
             step.sample(None)
         for row in range(batch.num_prefill):
-            choice = self._live.get(batch.requests[row].request_id)
+            choice = self.delivery.live.get(batch.requests[row].request_id)
             if choice is not None:
                 choice.timeline.launched(batch, row, launched)
         return LoopStep(batch, step, last_reason, planned, launched, self.clock()), ""
@@ -263,7 +260,9 @@ class Engine:
         """Lets a step sample whose masks had to wait for the tokens of the step before."""
         if not flight.step.may_sample:
             vocab_size = self.runner.info.vocab_size
-            masks = await token_masks(flight.batch, self._live, vocab_size, self._fail)
+            masks = await token_masks(
+                flight.batch, self.delivery.live, vocab_size, self.delivery.fail
+            )
             flight.masked_rows = len(masks.rows) if masks is not None else 0
             flight.step.sample(masks)
 
@@ -282,7 +281,7 @@ class Engine:
         done = self.clock()
         news = self.scheduler.commit(flight.batch, output, done)
         applied = self.clock()
-        await self._deliver_step(news, done)
+        await self.delivery.step(news, done)
         self._reports.step(flight.record(output, done, applied, self.clock()))
         return True
 
@@ -297,12 +296,12 @@ class Engine:
         try:
             await asyncio.to_thread(self.runner.probe)
         except Exception as gone:
-            raise EngineDead(f"the device is gone ({_kind(gone)})") from gone
+            raise EngineDead(f"the device is gone ({kind_of(gone)})") from gone
         now = self.clock()
         news = self.scheduler.fail(flight.batch, "the model step failed", now)
         applied = self.clock()
-        self._deliver(news, now)
-        self._reports.step(flight.record(None, now, applied, self.clock(), failed=_kind(error)))
+        self.delivery.at_once(news, now)
+        self._reports.step(flight.record(None, now, applied, self.clock(), failed=kind_of(error)))
 
     def _all_done(self) -> bool:
         """Whether the loop may end: nobody is served, and finished pages are kept, as far as that
@@ -335,95 +334,6 @@ class Engine:
             pass
         self._wake.clear()
 
-    # Tokens to text to streams. Whatever goes wrong here for one request ends that one alone.
-
-    async def _deliver_step(self, news: list[RequestOutput], now: float) -> None:
-        """Delivers what a step gave; others may run between two rows."""
-        pace = Pace()
-        for output in news:
-            if pace.due():
-                await pace.rest()
-            self._deliver_one(output, now)
-
-    def _deliver(self, news: list[RequestOutput], now: float) -> None:
-        for output in news:
-            self._deliver_one(output, now)
-
-    def _deliver_one(self, output: RequestOutput, now: float) -> None:
-        choice = self._live.get(output.request.request_id)
-        if choice is None:  # ended already: a late token of the step in flight
-            return
-        try:
-            if self.timed and not choice.completion_tokens & TIMED_LAPS:
-                finish = self._advance_timed(choice, output)
-            else:
-                finish = choice.advance(output)
-            self.metrics.tokens(choice, len(output.token_ids), now)
-        except Exception as error:
-            self._fail(choice, error)
-            return
-        if finish is not None:
-            if finish is not output.finish:  # found in the text: the scheduler must be told
-                self.scheduler.finish(output.request.request_id, finish)
-            self._leave(choice)
-
-    def _advance_timed(self, choice: ChoiceOutput, output: RequestOutput) -> Finish | None:
-        begun = self.clock()
-        try:
-            return choice.advance(output)
-        finally:
-            choice.timeline.text.add(begun, self.clock())
-
-    def _close(self, choice: ChoiceOutput, finish: Finish) -> None:
-        """Ends a choice from outside; its rows and pages follow when no step names them."""
-        try:
-            choice.close(finish)
-        except Exception as error:
-            self._fail(choice, error)
-        else:
-            self._leave(choice)
-
-    def _fail(self, choice: ChoiceOutput, error: Exception) -> None:
-        """Ends a choice that cannot go on, with the error its client gets."""
-        request_id = choice.request.request_id
-        if isinstance(error, LoomserveError):
-            told = error
-        else:
-            log.error("request %s failed", request_id, exc_info=error)
-            told = GenerationFailed(
-                f"the output cannot be processed: internal error ({_kind(error)})"
-            )
-        self.scheduler.finish(request_id, Finish(FinishReason.ERROR, message=str(told)))
-        self._leave(choice)
-        choice.stream.fail(told)
-
-    def _follow(self, choice: ChoiceOutput) -> None:
-        self._live[choice.request.request_id] = choice
-        self._masked_live += choice.masked
-        if choice.matcher is not None:
-            choice.matcher.start(lambda: self._grammar_known(choice))
-
-    def _grammar_known(self, choice: ChoiceOutput) -> None:
-        """A grammar that a request waits for is compiled, or cannot be enforced."""
-        assert choice.matcher is not None
-        if choice.matcher.refused is not None:
-            self._fail(choice, choice.matcher.refused)
-        self._wake.set()
-
-    def _leave(self, choice: ChoiceOutput) -> None:
-        """Nobody waits for a choice any more."""
-        del self._live[choice.request.request_id]
-        self._masked_live -= choice.masked
-        try:
-            if choice.matcher is not None:
-                choice.matcher.close()
-            now = self.clock()
-            waited = self.scheduler.waited_seconds(choice.request)
-            choice.timeline.end(now, choice.completion_tokens, waited)
-            self.metrics.finished(choice, now)
-        except Exception:
-            log.exception("request %s could not be counted", choice.request.request_id)
-
 
 async def _done(step: LaunchedStep) -> None:
     """Waits until `step.result()` would not block. Always lets other tasks run once."""
@@ -448,8 +358,3 @@ async def _drained(step: LaunchedStep) -> None:
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(function)
-
-
-def _kind(error: BaseException) -> str:
-    """What clients may know of an internal error: its kind, never its text."""
-    return type(error).__name__

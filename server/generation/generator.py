@@ -75,7 +75,7 @@ class Generation:
     Args: request_id, client_id: as `Generator.start` has them; /abort_request knows it by both.
     Attributes:
         reads: how often there was news.
-        writes: of its answer, where they are timed (see `Engine.timed`).
+        writes: of its answer, where they are timed (see `Delivery.timed`).
     """
 
     def __init__(

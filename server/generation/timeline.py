@@ -76,7 +76,7 @@ class Timeline:
         chunks: launched pieces of its prompt, also of one that is computed again.
         queued_s: seconds in the queue before the first token.
         waited_s: at its end, seconds waited by blocking term.
-        text: how long making text of tokens took, where that is noted (see `Engine.timed`).
+        text: how long making text of tokens took, where that is noted (see `Delivery.timed`).
         tokens: at its end, tokens delivered.
         finish: how it ended.
     """

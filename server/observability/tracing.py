@@ -53,12 +53,12 @@ class Tracing:
         """Calls `watcher` with every step and request that ends. Returns: what ends it."""
         ends = [self._engine.watch_steps(watcher), self._reports.watch(watcher)]
         self._traced += 1
-        self._engine.timed = True
+        self._engine.delivery.timed = True
 
         def end() -> None:
             if ends:
                 self._traced -= 1
-                self._engine.timed = self._traced > 0
+                self._engine.delivery.timed = self._traced > 0
             while ends:
                 ends.pop()()
 

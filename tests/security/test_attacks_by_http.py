@@ -76,7 +76,7 @@ async def test_a_count_without_a_bound_is_refused_or_ignored(path, body):
         known = "n_discard" not in body and path != "/generate"
         assert status in (400, 413) or not known, answer
         assert status < 500
-        assert len(server.service.engine._live) < 300
+        assert len(server.service.engine.delivery.live) < 300
 
 
 SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Smuggled: 1\r\n\r\n"

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 
+from server.formats import model_format
 from tests.process.server_process import ServerProcess
 from tests.server.server_kit import CHATML_TOOLS, Served, sim_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traits_are_found_once():
+    """What a chat template takes: thirty renderings for each server, all of the same template."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_format, "find_traits", functools.cache(model_format.find_traits))
+        yield
 
 
 @pytest.fixture(scope="session")

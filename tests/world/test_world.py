@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import some
 from tests.world.world import run, settle
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW, MANY = 20, 2000
+
+
+@pytest.fixture(autouse=True)
+def settled():
+    """All garbage is collected before each world: of worlds alone, not of what other tests left."""
+    settle()
 
 
 def problems_of(reports):
@@ -48,7 +55,7 @@ def test_a_seed_gives_the_same_run_again_whatever_hashes_are():
         f"print(json.dumps([[r.trace, r.steps] for r in map(run, {seeds})]))"
     )
     found = []
-    for hashes in ("1", "2"):
+    for hashes in some(("1", "2")):
         environment = {**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, "-c", program],
@@ -60,4 +67,4 @@ def test_a_seed_gives_the_same_run_again_whatever_hashes_are():
         )
         found.append(json.loads(done.stdout))
     here = [[report.trace, report.steps] for report in map(run, seeds)]
-    assert found == [here, here]
+    assert found == [here] * len(found)

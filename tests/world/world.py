@@ -140,8 +140,8 @@ class World:
         )
         record = "trace" if rng.random() < 0.3 else None
         parts = Parts(runner, make_scheduler(config, record), world_tokenizer(self._faults), MODEL)
-        service = make_service(ServerConfig(runner=RunnerConfig(), port=0, **server), parts)
-        service.engine.clock = self._loop.time
+        server_config = ServerConfig(runner=RunnerConfig(), port=0, **server)
+        service = make_service(server_config, parts, clock=self._loop.time)
         service.engine.watch_steps(self._tell_step)
         self._author = Author(
             self._random("requests"),
@@ -273,8 +273,8 @@ class World:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         problems += [f"a task is left: {task!r}" for task in tasks]
         problems += [f"a timer is left: {timer}" for timer in self._loop.timers]
-        if service.engine._live:
-            problems.append(f"{len(service.engine._live)} choices are left")
+        if service.engine.delivery.live:
+            problems.append(f"{len(service.engine.delivery.live)} choices are left")
         if service.generator.live:
             problems.append(f"{len(service.generator.live)} generations are left")
         if len(service.connections):

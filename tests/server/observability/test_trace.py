@@ -205,9 +205,9 @@ async def test_debug_trace_gives_the_next_steps(tmp_path):
         body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "stream": True}
         async with server.client.post(server.url + "/v1/completions", json=body) as answer:
             await answer.content.readline()
-            assert server.service.engine.timed
+            assert server.service.engine.delivery.timed
             status, events = await asked
-        assert not server.service.engine.timed
+        assert not server.service.engine.delivery.timed
         await server.wait_idle()
         lanes = checked(events)
         assert status == 200
@@ -226,7 +226,7 @@ async def test_a_trace_of_an_idle_server_ends_in_time_and_few_are_taken_at_once(
         ]
         found = await asyncio.gather(*asked)
         assert sorted(status for status, _ in found) == [200, 200, 200, 200, 503]
-        assert not server.service.engine.timed
+        assert not server.service.engine.delivery.timed
     assert [checked(body) for status, body in found if status == 200] == [{}] * 4
 
 
@@ -235,7 +235,7 @@ async def test_a_client_that_leaves_ends_its_trace():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await server.get("/debug/trace?seconds=60")
-        while server.service.engine.timed:  # noqa: ASYNC110
+        while server.service.engine.delivery.timed:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert await server.complete("still here", max_tokens=2)
 
@@ -272,7 +272,7 @@ async def test_a_full_disk_ends_the_trace_and_serving_goes_on(tmp_path, caplog):
             await server.wait_idle()
         file._thread.join(10)
         await server.complete("the next step lets go of it", max_tokens=3)
-        assert not server.service.engine.timed
+        assert not server.service.engine.delivery.timed
     told = [record for record in caplog.records if record.name == "loomserve.trace"]
     assert [record.levelno for record in told] == [logging.WARNING], "said once"
     assert "No space left on device" in told[0].getMessage()
