@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from runtime.execution.machine import Machine
+from runtime.examination import Machine
 
 
 @dataclass(frozen=True, slots=True)

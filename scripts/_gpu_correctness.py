@@ -19,7 +19,7 @@ from runtime.execution.mixed_graph_runner import MixedGraphRunner
 from runtime.execution.packed_step import pack_step
 from runtime.request import SamplingParams
 from scripts._gpu_engine import Outcome, make_request, mixed_batch, run_requests, scheduler_for
-from tests.ops.gpu.paged import paged_problem, relative_error
+from scripts._paged import paged_problem, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

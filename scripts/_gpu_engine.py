@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from runtime.config import SchedulerConfig
+from runtime.execution.unplanned_step import unplanned_step
 from runtime.request import Request, SamplingParams
-from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from runtime.execution.model_runner import ModelRunner
     from runtime.request import TokenLogprobs
     from runtime.runner import LaunchedStep
+    from runtime.scheduling.schedule_batch import ScheduleBatch
 
 
 @dataclass(slots=True)
@@ -84,22 +85,10 @@ def mixed_batch(chunk: int, rows: int, kv_len: int) -> ScheduleBatch:
     """A step whose first row is a prompt of `chunk` tokens, in the pages that `fill_decode_rows`
     gave to the row behind the decode rows."""
     tokens = array("i", [1] * chunk)
-    count = rows + 1
-    starts = [0] + [kv_len - 1] * rows
-    lengths = [chunk] + [1] * rows
     sampling = SamplingParams(temperature=0.0)
-    return ScheduleBatch(
-        step=0,
-        num_prefill=1,
-        requests=[make_request(f"r{i}", tokens, sampling) for i in range(count)],
-        rows=array("i", [count, *range(1, count)]),
-        prefix_lens=array("i", starts),
-        extend_lens=array("i", lengths),
-        input_ids=tokens,
-        sampled=array("i", range(count)),
-        sample_positions=array("i", map(sum, zip(starts, lengths, strict=True))),
-        output_counts=array("i", [0] * count),
-    )
+    requests = [make_request(f"r{i}", tokens, sampling) for i in range(rows + 1)]
+    in_table = [rows + 1, *range(1, rows + 1)]
+    return unplanned_step(requests, in_table, [0] + [kv_len - 1] * rows, tokens)
 
 
 class _Run:

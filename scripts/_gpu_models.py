@@ -19,7 +19,7 @@ from runtime.models.decoder import Decoder
 from runtime.models.registry import read_family
 from runtime.models.sources import loaded
 from runtime.rope_layout import RopeLayout
-from tests.ops.gpu.eager_recorder import EagerRecorder
+from scripts._eager_recorder import EagerRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,9 +9,9 @@ import torch
 
 from ops.op_set import SamplingTensors
 from runtime.execution.cuda_graph_runner import CudaRecorder
+from scripts._eager_recorder import EagerRecorder
 from scripts._gpu_speed import Limits, seconds_of
-from tests.ops.gpu.eager_recorder import EagerRecorder
-from tests.ops.gpu.paged import paged_problem
+from scripts._paged import paged_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -52,7 +52,8 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.config import RunnerConfig
-from runtime.execution.machine import Machine, measure_machine
+from runtime.examination import Machine
+from runtime.execution.machine import measure_machine
 from scripts._floors import Floors, ModelSize
 from scripts._scenarios import SCENARIOS
 from scripts._shapes import SHAPES, shape_folder, size_of

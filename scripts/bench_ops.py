@@ -41,8 +41,9 @@ from ops.blocks.dense_mlp import DenseMlp
 from ops.cpu.load import CpuOptions, load_cpu_ops
 from ops.decoder import DecoderModel
 from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
+from runtime.examination import Machine
 from runtime.execution.kv_pool import KVPool
-from runtime.execution.machine import Machine, measure_machine
+from runtime.execution.machine import measure_machine
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER = 49152, 576, 30, 9, 3, 64, 1536
 PAGE = 16

@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
         # exp of a large number is inf, and 1 / inf the right 0; numpy, which interprets, warns.
         warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
-        from tests.ops.gpu.interpreter import patch_loop_bounds
+        from scripts._triton_interpreter import patch_loop_bounds
 
         patch_loop_bounds()
     import torch

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -26,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from playwright.sync_api import ViewportSize, sync_playwright
 
+from scripts._chromium import ARGUMENTS, MISSING, find_chromium
 from server.args import parse_args
 from server.simulator_files import fetch_pyodide
-from tests.browser.conftest import ARGUMENTS, NAMES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -49,9 +48,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "pictures")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    chromium = next((path for name in NAMES if (path := shutil.which(name))), None)
+    chromium = find_chromium()
     if chromium is None:
-        sys.exit("screenshots: no Chromium on this machine (Debian: apt-get install chromium)")
+        sys.exit(f"screenshots: {MISSING}")
     fetch_pyodide(parse_args([]).runner.cache_folder, print)
     with server_at(options.base_url) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)

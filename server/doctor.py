@@ -10,8 +10,7 @@ from runtime.errors import LoomserveError
 from server.loading import examine_machine
 
 if TYPE_CHECKING:
-    from typing import Any
-
+    from runtime.examination import Examination
     from server.config import ServerConfig
 
 
@@ -26,8 +25,8 @@ def run_doctor(config: ServerConfig) -> int:
     return 0
 
 
-def report(model: str, found: Any) -> list[str]:
-    """The lines of an `Examination` of runtime.execution."""
+def report(model: str, found: Examination) -> list[str]:
+    """The lines that tell what was found for a model of this name."""
     machine = found.machine
     lines = [
         f"machine   {found.cores} cores, {found.memory_bytes / 2**30:.1f} GiB memory,"
@@ -46,7 +45,7 @@ def report(model: str, found: Any) -> list[str]:
     return lines
 
 
-def _table(found: Any) -> list[str]:
+def _table(found: Examination) -> list[str]:
     heads = [f"{rows} row{'s' * (rows > 1)}, ms" for rows in found.rows]
     lines = [f"  {'weights':10}{'MB':>8}" + "".join(f"{head:>20}" for head in heads)]
     for cost in found.costs:

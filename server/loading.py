@@ -21,8 +21,8 @@ from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from runtime.config import SchedulerConfig, SchedulerOptions
+    from runtime.examination import Examination
     from runtime.execution.build import ModelInfo
-    from runtime.execution.examination import Examination
     from runtime.execution.model_runner import ModelRunner
     from runtime.offload.build import Tier
     from server.config import ServerConfig

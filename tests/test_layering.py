@@ -26,6 +26,7 @@ STANDARD_LIBRARY_ONLY = (
     "runtime/simulation/",
     "runtime/config.py",
     "runtime/errors.py",
+    "runtime/examination.py",
     "runtime/options.py",
     "runtime/private_files.py",
     "runtime/sizing.py",
@@ -192,6 +193,22 @@ def strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:
             visit(module, backwards, group)
             groups.append(set(group))
     return groups
+
+
+# Their subject is what the tests have: whole servers without a model, worlds, fleets.
+RUNS_WHAT_TESTS_RUN = {
+    "bench_watching",
+    "check_fleet",
+    "_profiled_server",
+    "simulate_server",
+    "soak",
+}
+
+
+def test_scripts_need_no_tests():
+    scripts = [f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py")]
+    others = [source for source in scripts if Path(source).stem not in RUNS_WHAT_TESTS_RUN]
+    assert offences(others, lambda top, _: top == "tests") == []
 
 
 def test_init_files_of_runtime_stay_empty():

@@ -1,9 +1,8 @@
-"""What a machine has, what is chosen on it for a model, and what each choice would cost."""
+"""Finds out what a machine has, what is chosen on it for a model, and what each choice costs."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +12,10 @@ from ops.cpu.forms import FORMS, ROWS, time_forms
 from ops.cpu.library import KINDS
 from ops.cpu.native import NativeOps
 from runtime.checkpoints.open_checkpoint import open_checkpoint
+from runtime.examination import Examination, FormCost
 from runtime.execution.build import stored_weights
 from runtime.execution.device import open_device
-from runtime.execution.machine import Machine, measure_machine
+from runtime.execution.machine import measure_machine
 from runtime.execution.weight_form import matrix_weights
 
 if TYPE_CHECKING:
@@ -23,41 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from runtime.config import RunnerConfig
+    from runtime.examination import Machine
 
 _REPEATS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class FormCost:
-    """What the linear layers of the model cost in one form of its weights.
-
-    Args:
-        bytes: in memory.
-        seconds: of a step by number of rows (`ops.cpu.forms.ROWS`).
-        floors: below which this machine's memory and arithmetic do not let them go.
-    """
-
-    form: str
-    bytes: int
-    seconds: tuple[float, ...]
-    floors: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """What was found. machine, costs: None and empty where no native kernels run."""
-
-    cores: int
-    memory_bytes: int
-    instructions: tuple[str, ...]
-    paths: tuple[str, ...]
-    compiler: str
-    device: str
-    weights: str
-    chosen: str
-    rows: tuple[int, ...]
-    machine: Machine | None
-    costs: tuple[FormCost, ...]
 
 
 def examine(

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runtime.examination import Machine
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Measured limits: bytes read per second, and operations per second of products with bfloat16
-    weights: bfloat16 ones where there are instructions for them, else float32 ones."""
-
-    bandwidth: float
-    bf16_flops: float
-
-    def best_of(self, other: Machine) -> Machine:
-        """Both limits at their better measurement: what else ran can only have slowed one."""
-        return Machine(max(self.bandwidth, other.bandwidth), max(self.bf16_flops, other.bf16_flops))
 
 
 def torch_has_bfloat16() -> bool:

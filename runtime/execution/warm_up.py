@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from runtime.execution.unplanned_step import unplanned_step
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
-from runtime.scheduling.schedule_batch import ScheduleBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,20 +75,8 @@ def _run(
 ) -> float:
     """Seconds of a step. rows: cached tokens of the decode rows beside the prompt."""
     tokens = array("i", [_TOKEN] * length)
-    starts, lengths = [history, *rows], [length, *[1] * len(rows)]
-    count = len(starts)
-    batch = ScheduleBatch(
-        step=0,
-        num_prefill=1,
-        requests=[Request("warm-up", tokens, sampling, arrival_s=0.0)] * count,
-        rows=array("i", [0] * count),
-        prefix_lens=array("i", starts),
-        extend_lens=array("i", lengths),
-        input_ids=tokens,
-        sampled=array("i", range(count)),
-        sample_positions=array("i", map(sum, zip(starts, lengths, strict=True))),
-        output_counts=array("i", [0] * count),
-    )
-    step = runner.launch(batch)
+    starts = [history, *rows]
+    requests = [Request("warm-up", tokens, sampling, arrival_s=0.0)] * len(starts)
+    step = runner.launch(unplanned_step(requests, [0] * len(starts), starts, tokens))
     step.sample(masks)
     return step.result().device_s

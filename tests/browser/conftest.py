@@ -8,23 +8,19 @@ is missing the tests are skipped, unless LOOMSERVE_TEST_BROWSER is `required`: t
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 import pytest
 
+from scripts._chromium import ARGUMENTS, MISSING, find_chromium
 from tests.server.server_kit import CHATML_TOOLS, Served, sim_server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
     OpenPage = Callable[..., Page]
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-# No sandbox: as root, in containers, Chromium starts only without; nothing else is visited here.
-ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +31,9 @@ def browser() -> Iterator[Browser]:
         from playwright.sync_api import sync_playwright
     except ImportError:
         missing("playwright is not installed (pip install -e '.[test]')")
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    found = find_chromium()
     if found is None:
-        missing("no Chromium on this machine (Debian: apt-get install chromium)")
+        missing(MISSING)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
         yield chromium

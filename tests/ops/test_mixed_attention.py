@@ -12,8 +12,8 @@ from ops import reference
 from ops.cpu.op_set import CpuOps
 from ops.gpu.op_set import GpuOps
 from ops.reference import ReferenceOps
-from tests.ops.gpu.interpreter import patch_loop_bounds
-from tests.ops.gpu.paged import Problem, paged_problem, relative_error
+from scripts._paged import Problem, paged_problem, relative_error
+from scripts._triton_interpreter import patch_loop_bounds
 
 if TYPE_CHECKING:
     from ops.decoder import Backend

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from runtime.execution.machine import Machine
+from runtime.examination import Machine
 from scripts import _floors as floors_module
 from scripts import bench_cpu
 from server.bench.target import Target

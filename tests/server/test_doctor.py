@@ -7,6 +7,7 @@ import re
 import pytest
 
 from ops.cpu import build
+from runtime.examination import Machine
 from server.__main__ import main
 from tests.runtime.models.tiny_models import make_model
 
@@ -15,7 +16,6 @@ from tests.runtime.models.tiny_models import make_model
 def quick(monkeypatch):
     """The limits of the machine are not measured again."""
     from runtime.execution import examination
-    from runtime.execution.machine import Machine
 
     monkeypatch.setattr(examination, "measure_machine", lambda _: Machine(20e9, 400e9))
 

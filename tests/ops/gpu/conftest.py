@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from tests.ops.gpu.interpreter import patch_loop_bounds
+from scripts._triton_interpreter import patch_loop_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-import numpy as np
 import torch
 from triton import knobs
 from triton.runtime import driver
@@ -25,25 +23,20 @@ from triton.runtime.jit import JITFunction
 import ops
 from ops.gpu import extend_attention
 from ops.gpu.op_set import GpuOps
-from runtime.config import SchedulerConfig
 from runtime.execution.graph_capture import GraphPlan, capture_graphs
-from runtime.execution.model_runner import ModelRunner, ModelStep
+from runtime.execution.model_runner import ModelStep
 from runtime.execution.packed_step import StepShape
 from runtime.execution.warm_up import warm_up
 from runtime.request import SamplingParams
-from runtime.runner import SampleMasks
-from runtime.scheduling.schedule_batch import ScheduleBatch
-from runtime.scheduling.scheduler import Scheduler
+from scripts._eager_recorder import EagerRecorder
 from tests.ops.gpu.compile_once import Driver
-from tests.ops.gpu.eager_recorder import EagerRecorder
 from tests.ops.gpu.tiny_decoder import (
     SAMPLINGS,
-    VOCAB_SIZE,
     QueuedDevice,
     make_queued_device,
     make_runner,
+    serve_all_ways,
 )
-from tests.runtime.execution.drivers import request, run
 
 PLAN = GraphPlan([1, 2, 4], [StepShape(32, 4, 4, 4)])
 # The prompt of the last one is not replayed.
@@ -78,30 +71,6 @@ def compile_nothing(self: JITFunction[Any], key: Any, *arguments: Any) -> Kernel
     return kernel
 
 
-def first_row_masked(batch: ScheduleBatch) -> SampleMasks | None:
-    words = np.full((1, (VOCAB_SIZE + 31) // 32), -1, dtype=np.int32)
-    return SampleMasks([0], words) if len(batch.sampled) else None
-
-
-def serve(runner: ModelRunner) -> None:
-    """Prompts longer and shorter than a tile, one request at a time and all together."""
-    for together in (False, True):
-        requests = [
-            request(f"r{i}", list(range(1, 5 + 11 * i)), replace(sampling, max_new_tokens=5))
-            for i, sampling in enumerate(WAYS_TO_SAMPLE)
-        ]
-        for group in [requests] if together else [[item] for item in requests]:
-            config = SchedulerConfig(
-                capacity_tokens=512,
-                context_length=256,
-                page_size=4,
-                max_running_requests=6,
-                chunked_prefill_size=40,
-            )
-            done = run(Scheduler(config), runner, group, masks=first_row_masked)
-            assert done.failed_steps == 0
-
-
 def main() -> None:
     driver.set_active(Driver())
     JITFunction._do_compile = compile_nothing
@@ -130,7 +99,7 @@ def main() -> None:
             return result
 
         setattr(ModelStep, name, counted)
-    serve(runner)
+    serve_all_ways(runner, WAYS_TO_SAMPLE)
     runner.close()
     print(
         json.dumps(

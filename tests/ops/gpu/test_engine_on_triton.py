@@ -14,7 +14,7 @@ from runtime.execution.graph_capture import GraphPlan, capture_graphs
 from runtime.execution.packed_step import StepShape
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
-from tests.ops.gpu.eager_recorder import EagerRecorder
+from scripts._eager_recorder import EagerRecorder
 from tests.ops.gpu.tiny_decoder import (
     PAGE_SIZE,
     VOCAB_SIZE,

@@ -13,7 +13,7 @@ import torch
 from ops.gpu.decode_attention import FIRST_SPLIT, decode_attention, num_splits
 from ops.gpu.extend_attention import extend_attention
 from ops.reference import extend_attention as reference_attention
-from tests.ops.gpu.paged import paged_problem, relative_error
+from scripts._paged import paged_problem, relative_error
 
 # exp of a large argument is inf in the soft cap's tanh, which then is 1: meant, but numpy warns.
 pytestmark = [

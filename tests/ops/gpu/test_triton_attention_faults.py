@@ -14,7 +14,7 @@ from ops.gpu.extend_attention import extend_attention
 from ops.gpu.store_kv import store_kv
 from ops.op_set import AttentionBatch, AttentionSpec
 from ops.reference import extend_attention as reference_attention
-from tests.ops.gpu.paged import paged_problem, relative_error
+from scripts._paged import paged_problem, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

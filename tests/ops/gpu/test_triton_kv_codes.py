@@ -12,7 +12,7 @@ from ops import reference
 from ops.gpu.op_set import GpuOps
 from ops.kv_codes import CODE_DTYPES
 from ops.op_set import KvScales
-from tests.ops.gpu.paged import paged_problem, relative_error
+from scripts._paged import paged_problem, relative_error
 
 OPS = GpuOps()
 KINDS = pytest.mark.parametrize("kind", CODE_DTYPES)

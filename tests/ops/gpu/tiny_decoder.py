@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ops.blocks.attention import Attention
@@ -11,15 +13,22 @@ from ops.blocks.block import Block, Norm
 from ops.blocks.dense_mlp import DenseMlp
 from ops.decoder import DecoderModel
 from ops.op_set import AttentionSpec
+from runtime.config import SchedulerConfig
 from runtime.execution.device import Device, Fence
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.models.decoder import Decoder
 from runtime.request import SamplingParams
+from runtime.runner import SampleMasks
+from runtime.scheduling.scheduler import Scheduler
+from tests.runtime.execution.drivers import request, run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ops.blocks.block import Mixer
     from ops.decoder import Backend
     from ops.op_set import OpSet
+    from runtime.scheduling.schedule_batch import ScheduleBatch
 
 VOCAB_SIZE, HIDDEN_SIZE, INTERMEDIATE_SIZE = 211, 48, 80
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
@@ -145,3 +154,31 @@ def make_runner(
     )
     model = make_model(device.ops, str(device.torch_device), dtype=device.dtype)
     return ModelRunner(device, Decoder(model, device.ops), sizes, **options)
+
+
+def serve_all_ways(runner: ModelRunner, samplings: Sequence[SamplingParams] = SAMPLINGS) -> None:
+    """Prompts longer and shorter than a tile, one request at a time, then all together: each way to
+    sample once by itself and once in steps of prompts beside decode rows."""
+    requests = [
+        (f"r{i}", list(range(1, 7 + 12 * i)), replace(sampling, max_new_tokens=5))
+        for i, sampling in enumerate(samplings)
+    ]
+    for group in (*([one] for one in requests), requests):
+        config = SchedulerConfig(
+            capacity_tokens=512,
+            context_length=256,
+            page_size=PAGE_SIZE,
+            max_running_requests=8,
+            chunked_prefill_size=40,
+        )
+        made = [request(*one) for one in group]
+        done = run(Scheduler(config), runner, made, masks=_first_row_masked)
+        assert done.failed_steps == 0
+        if len(made) > 1:
+            assert done.steps["mixed"]
+            assert done.steps["decode"]
+
+
+def _first_row_masked(batch: ScheduleBatch) -> SampleMasks | None:
+    words = np.full((1, (VOCAB_SIZE + 31) // 32), -1, dtype=np.int32)
+    return SampleMasks([0], words) if len(batch.sampled) else None

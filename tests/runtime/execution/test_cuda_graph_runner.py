@@ -16,8 +16,8 @@ from ops.gpu.op_set import GpuOps
 from runtime.execution.cuda_graph_runner import CudaGraphRunner, graph_sizes
 from runtime.request import Request, SamplingParams
 from runtime.scheduling.schedule_batch import ScheduleBatch
-from tests.ops.gpu.eager_recorder import EagerRecorder
-from tests.ops.gpu.interpreter import patch_loop_bounds
+from scripts._eager_recorder import EagerRecorder
+from scripts._triton_interpreter import patch_loop_bounds
 from tests.ops.gpu.tiny_decoder import PAGE_SIZE, VOCAB_SIZE, make_device, make_runner
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from runtime.execution.kv_sizing import total_tokens, work_bytes
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.execution.packed_step import StepShape
 from runtime.execution.warm_up import largest_step
-from tests.ops.gpu.eager_recorder import EagerRecorder
+from scripts._eager_recorder import EagerRecorder
 from tests.ops.gpu.tiny_decoder import (
     PAGE_SIZE,
     VOCAB_SIZE,

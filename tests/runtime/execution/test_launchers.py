@@ -19,6 +19,7 @@ from runtime.execution.device import Device
 from runtime.execution.forward_batch import decode_step
 from runtime.execution.launchers import StreamLauncher, ThreadLauncher
 from runtime.execution.model_runner import ModelRunner, ModelStep
+from runtime.execution.unplanned_step import unplanned_step
 from runtime.request import SamplingParams
 from runtime.runner import SampleMasks, StepOutput
 from runtime.scheduling.schedule_batch import ScheduleBatch
@@ -61,21 +62,11 @@ def runner(
 def prefill(row: int = 1, tokens: int = 6) -> ScheduleBatch:
     ids = random_tokens(tokens, seed=row)
     pages = -(-tokens // 4)
-    return ScheduleBatch(
-        step=0,
-        num_prefill=1,
-        requests=[request(f"r{row}", ids, GREEDY)],
-        rows=array("i", [row]),
-        prefix_lens=array("i", [0]),
-        extend_lens=array("i", [tokens]),
-        input_ids=array("i", ids),
-        sampled=array("i", [0]),
-        sample_positions=array("i", [tokens]),
-        output_counts=array("i", [0]),
-        table_rows=array("i", [row] * pages),
-        table_indices=array("i", range(pages)),
-        table_pages=array("i", [10 * row + i for i in range(pages)]),
-    )
+    batch = unplanned_step([request(f"r{row}", ids, GREEDY)], [row], [0], ids)
+    batch.table_rows = array("i", [row] * pages)
+    batch.table_indices = array("i", range(pages))
+    batch.table_pages = array("i", [10 * row + i for i in range(pages)])
+    return batch
 
 
 def test_generation_is_the_same(runner: ModelRunner, built: ModelRunner) -> None:

@@ -20,8 +20,8 @@ from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.execution.packed_step import StepShape, empty_step
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
-from tests.ops.gpu.eager_recorder import EagerRecorder
-from tests.ops.gpu.interpreter import patch_loop_bounds
+from scripts._eager_recorder import EagerRecorder
+from scripts._triton_interpreter import patch_loop_bounds
 from tests.ops.gpu.tiny_decoder import (
     PAGE_SIZE,
     VOCAB_SIZE,

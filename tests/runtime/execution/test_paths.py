@@ -20,7 +20,7 @@ from runtime.execution.model_runner import ModelRunner
 from runtime.execution.packed_step import StepShape
 from runtime.request import FinishReason, SamplingParams
 from runtime.scheduling.scheduler import Scheduler
-from tests.ops.gpu.eager_recorder import EagerRecorder
+from scripts._eager_recorder import EagerRecorder
 from tests.ops.gpu.tiny_decoder import queued
 from tests.runtime.execution.drivers import Run, request, run
 from tests.runtime.models.tiny_models import expected_logits, make_model, random_tokens

@@ -17,7 +17,7 @@ from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.execution.packed_step import StepShape
 from runtime.request import FinishReason, Request, SamplingParams
 from runtime.scheduling.scheduler import Scheduler
-from tests.ops.gpu.eager_recorder import EagerRecorder
+from scripts._eager_recorder import EagerRecorder
 from tests.ops.gpu.tiny_decoder import queued
 from tests.runtime.execution.drivers import Generated, Run, request, run
 from tests.runtime.models.tiny_models import make_model, random_tokens

@@ -8,7 +8,8 @@ import triton
 
 
 def patch_loop_bounds() -> None:
-    """Before 3.9 a loop's bound was made by `int()` of a one-element array, which numpy 2.4 refuses."""
+    """Before 3.9 a loop's bound is made by `int()` of a one-element array, which numpy 2.4
+    refuses."""
     if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
         return
     from triton.runtime import interpreter
