@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from runtime.config import RunnerConfig, SchedulerOptions, check_capacity
 from runtime.errors import ConfigError
-from runtime.options import check_options, option
+from runtime.options import check_options, option, options_of
+from runtime.scheduling.policies import POLICIES
 from server.formats.reasoning import REASONING_FAMILIES
 from server.formats.tool_families import TOOL_FAMILIES
 from server.formats.volatile_lines import VolatileLines
@@ -15,6 +17,9 @@ from server.generation.params import DEFAULT_MAX_LOGPROBS, DEFAULT_MAX_N
 
 _SENDABLE = re.compile(r"[\x21-\x7e]+")
 METRICS_COMPAT = ("vllm", "sglang")
+_OF_THE_DELAYER = tuple(
+    item.name for item in options_of(SchedulerOptions) if item.name.startswith("delayer_")
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -190,6 +195,7 @@ class ServerConfig:
             check_capacity(self.runner.max_total_tokens, self.scheduler.page_size)
         VolatileLines(self.volatile_line)
         _check_chunking(self.scheduler)
+        _check_effects(self.runner, self.scheduler)
 
 
 def _check_chunking(options: SchedulerOptions) -> None:
@@ -210,3 +216,38 @@ def _check_chunking(options: SchedulerOptions) -> None:
             f"truncation_align_size {options.truncation_align_size} with chunked_prefill_size"
             f" {options.chunked_prefill_size}: prompts that are never cut have no chunks to align"
         )
+
+
+def _check_effects(runner: RunnerConfig, options: SchedulerOptions) -> None:
+    """Refuses values that do nothing beside another option: their user expects them to."""
+    given = _given(runner, RunnerConfig) | _given(options, SchedulerOptions)
+    policy = POLICIES[options.schedule_policy]
+    named = f"with schedule_policy {policy.name}"
+    uncached = options.disable_radix_cache
+    for void, beside, names in (
+        (runner.kv_offload_path is None, "without kv_offload_path", ("kv_offload_path_gb",)),
+        (uncached, "with disable_radix_cache", ("eviction_policy", "pin_share")),
+        (uncached and policy.cache_aware, "with disable_radix_cache", ("schedule_policy",)),
+        (policy.keys is None, named, ("max_queue_skip_ms",)),
+        (not policy.shuffled, named, ("policy_seed",)),
+        (not options.enable_prefill_delayer, "without enable_prefill_delayer", _OF_THE_DELAYER),
+        (
+            options.disable_priority_preemption,
+            "with disable_priority_preemption",
+            ("priority_preemption_threshold",),
+        ),
+        (
+            runner.disable_cuda_graph,
+            "with disable_cuda_graph",
+            ("cuda_graph_max_bs", "cuda_graph_max_tokens"),
+        ),
+    ):
+        for name in names:
+            if void and name in given:
+                raise ConfigError(f"{name} {given[name]}: has no effect {beside}")
+
+
+def _given(record: Any, kind: type) -> dict[str, Any]:
+    """The options that differ from their defaults."""
+    values = {item.name: (getattr(record, item.name), item.default) for item in options_of(kind)}
+    return {name: value for name, (value, default) in values.items() if value != default}

@@ -66,6 +66,13 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "kv_events_replay": {"kv_events": "tcp://*:5557"},
     "kv_events_topic": {"kv_events": "tcp://*:5557"},
     "truncation_align_size": {"page_size": 1, "max_prefill_tokens": LARGEST_INTEGER},
+    "kv_offload_path_gb": {"kv_offload_path": "kv"},
+    "max_queue_skip_ms": {"schedule_policy": "lpm"},
+    "policy_seed": {"schedule_policy": "random"},
+    **{
+        f"delayer_{name}": {"enable_prefill_delayer": True}
+        for name in ("max_passes", "max_ms", "low_watermark", "running_ratio")
+    },
 }
 
 
@@ -252,6 +259,24 @@ def test_a_config_file_that_cannot_be_read_is_one_clear_line(tmp_path, capsys, n
         (["--enable-dynamic-chunking", "--chunked-prefill-size", "0"], "no chunks to size"),
         (["--truncation-align-size", "64", "--chunked-prefill-size", "-1"], "no chunks to align"),
         (["--truncation-align-size", "40"], "multiple of page_size (16)"),
+        (["--kv-offload-path-gb", "2"], "kv_offload_path_gb 2.0: has no effect without kv_offload"),
+        (["--pin-share", "0", "--disable-radix-cache"], "no effect with disable_radix_cache"),
+        (
+            ["--eviction-policy", "lfu", "--disable-radix-cache"],
+            "no effect with disable_radix_cache",
+        ),
+        (
+            ["--schedule-policy", "lpm", "--disable-radix-cache"],
+            "no effect with disable_radix_cache",
+        ),
+        (["--max-queue-skip-ms", "5"], "no effect with schedule_policy fcfs"),
+        (["--policy-seed", "5", "--schedule-policy", "lpm"], "no effect with schedule_policy lpm"),
+        (["--delayer-max-ms", "5"], "no effect without enable_prefill_delayer"),
+        (
+            ["--priority-preemption-threshold", "5", "--disable-priority-preemption"],
+            "no effect with",
+        ),
+        (["--cuda-graph-max-bs", "5", "--disable-cuda-graph"], "no effect with disable_cuda_graph"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
