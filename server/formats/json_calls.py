@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # What may stand before the arguments of a call that is no JSON object: a name and an id.
 _MOST_HEAD = 1024
+# What ends a value of a call: a model may close the call by the wrong bracket.
+_ENDS = ",}])"
 
 
 class JsonCall:
@@ -68,9 +70,9 @@ class JsonCall:
         nesting = self._nesting
         if nesting.depth == 1 and not nesting.quote and self._key is None:
             self._between_values(c)
-        elif nesting.depth == 1 and not nesting.quote and c in ",}":
+        elif nesting.depth == 1 and not nesting.quote and c in _ENDS:
             self._end_value()
-            if c == "}":
+            if c != ",":
                 self._end()
         elif nesting.depth != 0:
             self._plain(c)
@@ -79,7 +81,7 @@ class JsonCall:
     def _between_values(self, c: str) -> None:
         if c == ":":
             self._key = self._token.take().strip().strip('"')
-        elif c == "}":
+        elif c in _ENDS and c != ",":
             self._end()
         elif c in "{[":
             self.broken = True
@@ -137,10 +139,11 @@ def _string_of(token: str) -> str | None:
 
 
 def _object_text(token: str) -> str:
-    """Arguments that are no object: text that holds one (some models quote it), or nothing."""
+    """Arguments that are no object: a string that holds one (some models quote it) is that, nothing
+    is an empty one, and the rest stays as it was written."""
     text = token.strip()
     inner = _string_of(text)
-    if inner is not None:
+    if inner is not None and inner.lstrip().startswith("{"):
         return inner
     return "{}" if text in ("", "null") else text
 

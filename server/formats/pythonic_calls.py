@@ -29,8 +29,10 @@ class PythonicParser(ToolCallParser):
     """[name(key=value, ...), ...] (Llama 3.2 and 4, several small models).
 
     A call's arguments come as one piece of JSON per argument, as soon as its value is complete. A
-    value without a key is of the next parameter, as in Python. A list whose first element calls no
-    offered tool is text, and so is a call that begins with a value for which there is no parameter.
+    value without a key is of the next parameter, as in Python; where there is none left its
+    position is its name, so that nothing is lost and whoever checks the arguments sees it. A list
+    whose first element calls no offered tool is text, and so is a call that begins with a value for
+    which there is no parameter.
     """
 
     markers = ("<|python_start|>",)
@@ -118,9 +120,8 @@ class PythonicParser(ToolCallParser):
         if value:
             opening = ", " if self._given else "{"
             self._given += 1
-            # Without a key it is no JSON: better than arguments in which a value is missing.
-            item = "" if key is None else json.dumps(key) + ": "
-            self._emit_arguments(self._index, opening + item + _python_value(value))
+            name = json.dumps(str(self._given) if key is None else key)
+            self._emit_arguments(self._index, f"{opening}{name}: {_python_value(value)}")
         character, self._pending = self._pending[0], self._pending[1:]
         if character == ")":
             self._emit_arguments(self._index, "}" if self._given else "{}")

@@ -45,7 +45,12 @@ CASES = [
      [("f", '{"é": "日本 🙂"}')]),
     (HERMES, '<tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>', "<tool_call>",
      [("g", "{}")]),
-    (HERMES, '<tool_call>{"name": "f", "arguments": {}]<b>', "<b>", [("f", "{}]")]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {}]<b>', "<b>", [("f", "{}")]),
+    (HERMES, '<tool_call>{"name": "f"]</tool_call>', "", [("f", "{}")]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": [1, 2]}, ]', "",
+     [("f", '{"a": [1, 2]}')]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "not an object"}</tool_call>', "",
+     [("f", '"not an object"')]),
     (LLAMA, '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
     (LLAMA, '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "",
      [("f", '{"a": 1}'), ("g", "{}")]),
@@ -82,7 +87,8 @@ CASES = [
     (PYTHONIC, '[g("oslo")] tail', '[g("oslo")] tail', []),
     (PYTHONIC, '[f(**{"a": 1})]', '[f(**{"a": 1})]', []),
     (PYTHONIC, '[f(a=1), g("x")]', ', g("x")]', [("f", '{"a": 1}')]),
-    (PYTHONIC, '[get_weather("Oslo", 3)]', "", [("get_weather", '{"city": "Oslo", 3}')]),
+    (PYTHONIC, '[get_weather("Oslo", 3)]', "", [("get_weather", '{"city": "Oslo", "2": 3}')]),
+    (PYTHONIC, '[f(a=1, **{"b": 2})]', "", [("f", '{"a": 1, "2": "**{\\"b\\": 2}"}')]),
     (PYTHONIC, '[f("cut', '[f("cut', []),
     (PYTHONIC, "[f(a=1", "", [("f", "")]),
     (PYTHONIC, "[f(a=1,)]", "", [("f", '{"a": 1}')]),
@@ -91,6 +97,7 @@ CASES = [
     (PYTHONIC, "[f", "[f", []),
     (PYTHONIC, "text [f(a=1)]", "text [f(a=1)]", []),
 ]  # fmt: skip
+CUT_OFF = ('<tool_call>{"name": "f", "arguments": {"a": 1', "[f(a=1")
 IDS = [f"{parser.__name__}-{number}" for number, (parser, *_) in enumerate(CASES)]
 
 
@@ -118,6 +125,12 @@ def parse(parser_class, pieces):
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES, ids=IDS)
 def test_whole_text(parser, text, content, calls):
     assert parse(parser, [text]) == (content, calls)
+
+
+@pytest.mark.parametrize(("text", "calls"), [(text, calls) for _, text, _, calls in CASES], ids=IDS)
+def test_arguments_of_a_call_that_was_not_cut_off_are_json(text, calls):
+    whole = [] if text in CUT_OFF else [arguments for _, arguments in calls]
+    assert all(json.loads(arguments) is not None for arguments in whole)
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES, ids=IDS)
