@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("loomserve.http")
 
 VERSIONS = (HttpVersion10, HttpVersion11)
+# The parser's words for HTTP/2's first bytes, with which routers find out what a server speaks.
+_PREFACE = "Pause on PRI"
 _ASKED_VERSION = web.RequestKey("version", str)
 
 
@@ -76,8 +78,10 @@ class HttpProtocol(web.RequestHandler):
             raise exc
         if status != 400:
             return super().handle_error(request, status, exc, message)
-        what = _readable(message)
-        log.info("%s: not HTTP: %s", request.remote or "a client", what)
+        what, level = _readable(message), logging.INFO
+        if what.startswith(_PREFACE):
+            what, level = "it begins as HTTP/2 does; HTTP/1.1 and 1.0 are served", logging.DEBUG
+        log.log(level, "%s: not HTTP: %s", request.remote or "a client", what)
         if request.writer.output_size > 0:
             raise ConnectionError("an answer is under way already")
         told = error_answer(InvalidHttp(what))

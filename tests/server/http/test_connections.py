@@ -192,7 +192,6 @@ def test_a_silent_client_after_the_handshake_has_the_head_s_time(run, certificat
         pytest.param(
             b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", "Length", id="length"
         ),
-        pytest.param(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "PRI", id="HTTP/2"),
     ],
 )
 async def test_what_is_no_http_is_400_in_json_and_one_line_of_log(caplog, data, said):
@@ -211,6 +210,17 @@ async def test_what_is_no_http_is_400_in_json_and_one_line_of_log(caplog, data, 
     assert len(lines) == 1
     assert lines[0].exc_info is None
     assert len(lines[0].getMessage().splitlines()) == 1
+
+
+async def test_who_tries_http_2_is_told_so_and_fills_no_log(caplog):
+    """As routers do with each server that they know, over and over."""
+    with caplog.at_level(logging.INFO):
+        async with fake_server() as server:
+            answer = await exchange(server, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    assert re.match(rb"HTTP/1\.[01] 400 ", answer)
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert "begins as HTTP/2 does; HTTP/1.1 and 1.0 are served" in error["message"]
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
