@@ -240,9 +240,8 @@ def test_arguments_in_the_history_that_are_no_object(chatter, arguments):
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
         said("Thanks"),
     ]
-    answer = chatter.ask("chat", messages)
-    if answer.status != 200:
-        answer.assert_refused()
+    # A model wrote them once: the chat goes on.
+    assert chatter.ask("chat", messages).status == 200
 
 
 def test_a_stop_may_be_the_name_of_a_control_token(chatter):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from tests.process.server_process import ServerProcess
+from tests.process.server_process import PATIENCE_S, ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -41,6 +41,7 @@ class Load:
     steps: list[dict[str, Any]] = field(default_factory=list)
     infeasible_seen: int = 0
     looks: int = 0
+    collected: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def complete(self, prompt_tokens: int, output_tokens: int) -> None:
         body = {
@@ -66,6 +67,8 @@ class Load:
         found = (await self.get("/debug/steps?last=400"))["steps"]
         assert not self.steps or found[0]["step"] <= newest + 1, "records were lost"
         self.steps += [step for step in found if step["step"] > newest]
+        async with self.collected:
+            self.collected.notify_all()
 
     async def watch(self) -> None:
         """Looks at the server twice a second, and at its steps every other second: looking takes
@@ -120,8 +123,8 @@ async def step_costs() -> StepCosts:
         await load.complete(600, 4)  # by then all streams run
         await load.complete(1500, 4)
         await load.collect()
-        while len(times_of(load.steps, "decode")) < 200:  # noqa: ASYNC110 (told by the server)
-            await asyncio.sleep(0.5)
+        async with asyncio.timeout(PATIENCE_S), load.collected:
+            await load.collected.wait_for(lambda: len(times_of(load.steps, "decode")) >= 200)
     mixed = sorted(times_of(load.steps, "mixed"))
     return StepCosts(median(times_of(load.steps, "decode")), mixed[int(0.95 * len(mixed))])
 

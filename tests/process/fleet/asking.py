@@ -7,8 +7,8 @@ import json
 import random
 import string
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -24,6 +24,7 @@ class Answer:
         status: 0: no answer began.
         complete: the stream ended as one should.
         ended_s: on the clock of `time.monotonic`.
+        heard: called when more has come.
     """
 
     status: int = 0
@@ -31,6 +32,7 @@ class Answer:
     complete: bool = False
     ended_s: float = 0.0
     error: str = ""
+    heard: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ async def ask(
                 got.error = (await answer.text())[:200]
             async for line in answer.content:
                 _take(got, line)
+                got.heard()
     except aiohttp.ClientError as error:
         got.error = f"{type(error).__name__}: {error}"
     got.ended_s = time.monotonic()

@@ -15,7 +15,15 @@ from typing import Self
 
 import aiohttp
 
-from tests.process.fleet.asking import Answer, Question, ask, ask_all, client_session, prefix
+from tests.process.fleet.asking import (
+    PATIENCE_S,
+    Answer,
+    Question,
+    ask,
+    ask_all,
+    client_session,
+    prefix,
+)
 
 END_S = 2.0  # after a death, by when the streams that it cut off must have ended
 MAX_TOKENS = 60  # about as many characters
@@ -34,6 +42,7 @@ class Load:
         self._clients = clients
         self._left = itertools.count() if requests is None else iter(range(requests))
         self._endless = requests is None
+        self._heard = threading.Condition()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 
     def __enter__(self) -> Self:
@@ -45,6 +54,19 @@ class Load:
             self._left = iter(())
         self._thread.join()
 
+    def wait_for_characters(self, count: int) -> None:
+        """Until all answers together have so many."""
+
+        def there() -> bool:
+            return sum(len(answer.text) for _, answer in self.answers) >= count
+
+        with self._heard:
+            assert self._heard.wait_for(there, timeout=PATIENCE_S), f"fewer than {count} came"
+
+    def _tell(self) -> None:
+        with self._heard:
+            self._heard.notify_all()
+
     async def _run(self) -> None:
         async with client_session() as client, asyncio.TaskGroup() as group:
             for _ in range(self._clients):
@@ -53,7 +75,7 @@ class Load:
     async def _ask_on(self, client: aiohttp.ClientSession) -> None:
         while (number := next(self._left, None)) is not None:
             question = QUESTIONS[number % len(QUESTIONS)]
-            got = Answer()
+            got = Answer(heard=self._tell)
             self.answers.append((question, got))
             await ask(client, self._url, question, got)
 
@@ -63,8 +85,7 @@ def kill_while_it_answers(url: str, pids: Sequence[int], draw: random.Random) ->
     number = draw.randrange(len(pids))
     enough = draw.randrange(len(QUESTIONS) * MAX_TOKENS * 2 // 3)
     with Load(url, len(QUESTIONS), len(QUESTIONS)) as load:
-        while sum(len(answer.text) for _, answer in list(load.answers)) < enough:
-            time.sleep(0.001)
+        load.wait_for_characters(enough)
         os.kill(pids[number], signal.SIGKILL)
         death = Death(number, time.monotonic(), load.answers)
     return death

@@ -35,7 +35,7 @@ def main() -> None:
         if (running := engines.replica_states.get("RUNNING", 0)) != told:
             print(f"engines that run: {running}", flush=True)
             told = running
-        time.sleep(0.2)
+        time.sleep(0.2)  # Ray tells nobody that a replica has started or gone
 
 
 if __name__ == "__main__":

@@ -122,7 +122,14 @@ class FakeGpu:
             self.commands.append(what)
             if effect is not None:
                 self._effects[number] = effect
+            self._moved.notify_all()
         return number
+
+    def wait_for_queued(self, what: str, count: int) -> None:
+        """Until somebody has queued so many of these commands."""
+        with self._moved:
+            found = self._moved.wait_for(lambda: self.commands.count(what) >= count, timeout=30)
+            assert found, f"{what}: {self.commands}"
 
     def run(self, upto: int | None = None) -> None:
         """Does what is queued, or so many commands of it."""

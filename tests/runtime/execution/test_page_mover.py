@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -47,13 +45,6 @@ def test_pages_come_back_as_they_were_wherever_they_go(
     runner.close()
 
 
-def wait_for(seen: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not seen():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_on_a_gpu_pages_move_on_a_stream_of_their_own_through_pinned_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -71,7 +62,7 @@ def test_on_a_gpu_pages_move_on_a_stream_of_their_own_through_pinned_memory(
         found: list[np.ndarray] = []
         reading = threading.Thread(target=lambda: found.append(mover.read([5, 9])))
         reading.start()
-        wait_for(lambda: gpu.commands[-1:] == ["record"])
+        gpu.wait_for_queued("record", 1)
         assert not found, "nothing is read before the device has done it"
         gpu.run()
         reading.join(timeout=30)
@@ -79,7 +70,7 @@ def test_on_a_gpu_pages_move_on_a_stream_of_their_own_through_pinned_memory(
         assert gpu.commands.count("copy out") == len(runner.memory.pool.tensors())
         writing = threading.Thread(target=lambda: mover.write([6, 8], found[0]))
         writing.start()
-        wait_for(lambda: gpu.commands.count("record") == 2)
+        gpu.wait_for_queued("record", 2)
         assert writing.is_alive()
         gpu.run()
         writing.join(timeout=30)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -22,11 +23,13 @@ class Pool:
     page_bytes = PAGE_BYTES
     written = 0
     broken = False
-    ready: Callable[[], bool] = staticmethod(lambda: True)
+
+    def __init__(self) -> None:
+        self.readable = threading.Event()
+        self.readable.set()
 
     def read(self, pages: Sequence[int]) -> np.ndarray:
-        while not self.ready():
-            time.sleep(0.001)
+        assert self.readable.wait(timeout=30)
         return np.zeros((len(pages), PAGE_BYTES), np.uint8)
 
     def write(self, pages: Sequence[int], kv: np.ndarray) -> None:
@@ -56,8 +59,9 @@ async def complete(server: FakeServer, prompt: str) -> tuple[str, int]:
 async def copied(server: FakeServer, pages: int) -> None:
     """So many pages are in the tier."""
     scheduler = server.service.engine.scheduler
-    while scheduler.counters.stored_pages < pages:
-        await complete(server, "short")
+    async with asyncio.timeout(30):
+        while scheduler.counters.stored_pages < pages:
+            await complete(server, "short")
 
 
 async def test_an_evicted_conversation_comes_back_by_a_load() -> None:
@@ -106,9 +110,16 @@ async def test_a_server_that_stops_keeps_what_was_finished() -> None:
     pool = Pool()
     async with served(pool, tokens=4000) as server:
         engine = server.service.engine
-        pool.ready = lambda: engine._stopping
+        stop_engine = engine.stop
+        pool.readable.clear()
         await complete(server, "a" * 1500)
         scheduler = engine.scheduler
         assert scheduler.counters.stored_pages == 0
+
+        async def stop() -> None:
+            pool.readable.set()  # of a copy the loop hears after it was told to stop: nobody waits
+            await stop_engine()
+
+        engine.stop = stop
     assert scheduler.counters.stored_pages == (1500 + 8 - 1) // 16
     assert not scheduler.copies_pending
