@@ -11,7 +11,7 @@ from ops.op_set import Expert, Routing
 from ops.reference import ReferenceOps, route
 from scripts._gpu_correctness import TOLERANCE, Check
 from scripts._gpu_speed import Limits, seconds_of
-from tests.ops.gpu.paged import relative_error
+from scripts._paged import relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from server.formats import model_format
+from server.formats.template_traits import find_traits
 from tests.process.server_process import ServerProcess
 from tests.server.server_kit import CHATML_TOOLS, Served, sim_server
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def traits_are_found_once():
     """What a chat template takes: thirty renderings for each server, all of the same template."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_format, "find_traits", functools.cache(model_format.find_traits))
+        patch.setattr(model_format, "find_traits", functools.cache(find_traits))
         yield
 
 
