@@ -82,7 +82,7 @@ def describe_chunks(config: SchedulerConfig) -> str:
         most = f", by {size} tokens at most" if size > 0 else ""
         return f"prompts are cut so that a step takes {target_ms:g} ms while requests run{most}"
     if bound_ms:
-        return f"prompts are cut so that a step takes {bound_ms:g} ms at most"
+        return f"prompts are cut so that a step takes {bound_ms:g} ms at most while requests run"
     if size <= 0:
         return "prompts are never cut"
     return f"prompts are cut into chunks of {size} tokens"
