@@ -182,8 +182,8 @@ class SchedulerConfig(SchedulerOptions):
     Args:
         capacity_tokens: KV tokens of the pool, the reserved page 0 included.
         chunked_prefill_size: the option, or what stands for it here.
-        step_bound_ms: chunks are such that a step is predicted to take at most this, but not below a
-            floor where no running row waits for it; 0: no bound.
+        step_bound_ms: chunks are such that a step is predicted to take at most this; 0: no bound.
+            Not below a floor where no running row waits for the step.
         measured_steps: what the step-time model starts from: (tokens, square, rows, context,
             seconds) of each step, see `runtime.scheduling.step_time_model.StepShape`.
         kv_tier_pages: pages that the tier below the pool holds; 0: there is none.
