@@ -6,13 +6,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.checkpoints.generation_config import read_sampling
 from runtime.scheduling.scheduler import Scheduler
-from runtime.scheduling.step_time_model import measure_steps
 from runtime.sizing import describe_chunks, size_scheduler
 from server.console import progress
 from server.generation.params import SamplingDefaults
@@ -94,7 +92,7 @@ def _sized(
     options: SchedulerOptions, runner: ModelRunner, info: ModelInfo, tier: Tier | None
 ) -> SchedulerConfig:
     """The scheduler's options, with what model, device and tier set."""
-    from runtime.execution.warm_up import time_step
+    from runtime.execution.step_times import remembered_steps
 
     return size_scheduler(
         options,
@@ -102,8 +100,8 @@ def _sized(
         context_length=info.context_length,
         eos_token_ids=info.eos_token_ids,
         device_chunk_tokens=runner.info.chunk_tokens,
-        measure=lambda bound_s: measure_steps(
-            partial(time_step, runner), bound_s=bound_s, context_length=info.context_length
+        measure=lambda bound_s: remembered_steps(
+            runner, info.digest, bound_s=bound_s, context_length=info.context_length
         ),
         tier=(0, 0) if tier is None else (tier.pages, tier.load_tokens),
         recurrent=runner.info.recurrent,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +9,7 @@ import torch
 
 from ops.cpu.library import Library
 from ops.cpu.native import NativeOps
+from ops.cpu.remembered import keep, place_of, recall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,21 +67,14 @@ def remembered_times(
     """`time_forms` on one thread, by its own processor time, so that whatever else runs on the
     machine changes little. Measured once and kept beside the library: what follows from it is the
     same from start to start."""
-    what = json.dumps([library.name, list(map(list, shapes)), list(forms)])
-    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
-    path = library.with_name(f"form-times-{digest}.json")
+    path = place_of(library, "form-times", list(map(list, shapes)), list(forms))
+    times = recall(path)
     try:
-        times = json.loads(path.read_text("ascii"))
         return {form: [float(seconds) for seconds in times[form]] for form in forms}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         pass
     found = time_forms(Library(library, threads=1), shapes, forms, time.thread_time)
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(found), "ascii")
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)  # measured again at the next start
+    keep(path, found)
     return found
 
 

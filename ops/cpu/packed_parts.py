@@ -36,11 +36,12 @@ class PackedParts:
     """Takes apart and puts together what these operations have packed.
 
     Args:
-        layout: names all that the bytes of a panel depend on beside the weight.
+        library: the file of the kernels, whose name says all that the bytes of a panel depend on
+            beside the weight: instruction path, sources and compiler.
     """
 
     def __init__(self, ops: NativeOps) -> None:
-        self.layout = ops.library.path.name  # instruction path, sources and compiler
+        self.library = ops.library.path
         self._ops = ops
 
     def take_apart(self, value: Any) -> tuple[Any, list[Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,12 +48,15 @@ class ModelInfo:
         context_length: tokens of a sequence, prompt and output together.
         eos_token_ids: ids that end a generation.
         model_type, architectures: as its config.json names them.
+        digest: of its config.json: of all that the time of a step follows from but weights' form,
+            kernels and machine.
     """
 
     context_length: int
     eos_token_ids: frozenset[int]
     model_type: str
     architectures: tuple[str, ...]
+    digest: str = ""
 
 
 def build_runner(
@@ -187,6 +192,7 @@ def _model_info(
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer_eos_id, vocab_size),
         model_type=str(checkpoint.config["model_type"]),
         architectures=_architectures(checkpoint),
+        digest=hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest(),
     )
 
 

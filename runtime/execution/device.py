@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -189,6 +191,21 @@ class Device:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
+
+
+def zeros(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros. Where the host is the device, their memory is taken page by page, when it is first
+    touched: torch would write all of it."""
+    count = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not count:
+        return torch.zeros(shape, device=device, dtype=dtype)
+    return torch.frombuffer(own_pages(count), dtype=dtype).view(shape)
+
+
+def own_pages(count: int) -> mmap.mmap:
+    """Host memory that goes back to the system as a whole: of what is freed on the heap, all stays
+    taken that lies before something small. Zeros, taken when first touched."""
+    return mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def open_device(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ops.blocks.block import RecurrentMixer
 from ops.kv_codes import LARGEST, scale_shapes
+from runtime.execution.device import zeros
 from runtime.scheduling.page_allocator import pages_for
 
 if TYPE_CHECKING:
@@ -47,14 +48,14 @@ class KVPool:
         dtype: torch.dtype,
         states: int = 0,
     ) -> None:
-        # Zeros, not empty: what padding reads is finite. On a CPU the pages of the memory are
-        # taken when first written, so a large pool costs nothing until it is used.
-        def zeros(count: int, kept: Parts) -> tuple[Tensor, ...]:
-            made = [torch.zeros((count, *shape), device=device, dtype=kind) for shape, kind in kept]
+        # Zeros, not empty: what padding reads is finite. A large pool costs nothing on a CPU until
+        # it is used.
+        def make(count: int, kept: Parts) -> tuple[Tensor, ...]:
+            made = [zeros((count, *shape), device=device, dtype=kind) for shape, kind in kept]
             return tuple(made)
 
-        by_token = [zeros(slots, _of_a_token(block, dtype)) for block in model.blocks]
-        by_row = [zeros(states, _of_a_row(block)) for block in model.blocks]
+        by_token = [make(slots, _of_a_token(block, dtype)) for block in model.blocks]
+        by_row = [make(states, _of_a_row(block)) for block in model.blocks]
         self.caches: list[tuple[Tensor, ...]] = [
             a + b for a, b in zip(by_token, by_row, strict=True)
         ]

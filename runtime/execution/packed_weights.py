@@ -104,7 +104,13 @@ class PackedWeights:
 
     def _key(self, parts: PackedParts, sampled_ids: int) -> str:
         device = self._device
-        what = (parts.layout, str(device.dtype), device.quantization, sampled_ids, code_digest())
+        what = (
+            parts.library.name,
+            str(device.dtype),
+            device.quantization,
+            sampled_ids,
+            code_digest(),
+        )
         digest = hashlib.sha256(weights_fingerprint(self._path))
         digest.update(repr(what).encode())
         return digest.hexdigest()

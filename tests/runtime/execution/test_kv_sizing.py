@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +78,18 @@ def test_codes_let_more_tokens_into_the_same_memory(codes: torch.dtype) -> None:
 
 def pool_tensors(dtype: torch.dtype) -> list[torch.Tensor]:
     return KVPool(MODEL, 8, device=torch.device("cpu"), dtype=dtype).tensors()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system has no /proc")
+def test_a_pool_takes_no_memory_before_it_is_used() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident_bytes()
+    pool = KVPool(MODEL, 1 << 20, device=torch.device("cpu"), dtype=torch.float32)
+    assert sum(tensor.nbytes for tensor in pool.tensors()) == PER_TOKEN << 20
+    assert resident_bytes() - before < PER_TOKEN << 16
+    assert not any(tensor[::1000].any() for tensor in pool.tensors())
 
 
 def test_an_option_wins_over_what_would_fit() -> None:
