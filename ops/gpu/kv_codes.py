@@ -56,6 +56,12 @@ def encoded(x, CODES: tl.constexpr, LARGEST: tl.constexpr):
     """Codes [H, D] and scales [H] for x [H, D] float32; see `ops.kv_codes.encode`."""
     # A product with 0 is NaN where x is not finite, which a maximum would not show.
     scales = tl.div_rn(tl.max(tl.abs(x), 1), LARGEST) + tl.sum(x * 0.0, 1)
+    return codes_of(x, scales, CODES, LARGEST), scales
+
+
+@triton.jit
+def codes_of(x, scales, CODES: tl.constexpr, LARGEST: tl.constexpr):
+    """Codes [H, D] for x [H, D] float32, which may be a part of the heads, and their scales [H]."""
     divisor = tl.broadcast_to(tl.where(scales > 0, scales, 1.0)[:, None], x.shape)
     scaled = tl.div_rn(x, divisor)
     scaled = tl.where(scaled == scaled, scaled, 0.0)
@@ -71,7 +77,7 @@ def encoded(x, CODES: tl.constexpr, LARGEST: tl.constexpr):
         subnormal = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         codes = ((bits >> 24) & 0x80) | tl.where(size < 0x3C800000, subnormal, normal)
         codes = codes.to(tl.uint8)
-    return codes, scales
+    return codes
 
 
 @step_kernel("slots")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import Expert, KvScales
+    from ops.op_set import Expert
 
 
 MOST_HEAD_DIM = 256  # wider tiles do not fit into shared memory
@@ -41,6 +41,7 @@ class GpuOps:
     store_kv = staticmethod(store_kv)
     extend_attention = staticmethod(extend_attention)
     decode_attention = staticmethod(decode_attention)
+    place_heads = staticmethod(place_heads)
     mixed_attention = staticmethod(mixed_attention)
     causal_conv = staticmethod(reference.causal_conv)
     gated_delta = staticmethod(reference.gated_delta)
@@ -61,14 +62,6 @@ class GpuOps:
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         weight, bias = packed
         return F.linear(x, weight, bias)
-
-    def place_heads(
-        self, *tensors: Tensor, scales: KvScales | None = None, **options: Any
-    ) -> Tensor:
-        """See `OpSet.place_heads`; op by op where the pools hold codes."""
-        if scales is not None:
-            return reference.place_heads(self, *tensors, scales=scales, **options)
-        return place_heads(*tensors, **options)
 
     def pack_experts(self, experts: Iterable[Expert], *, quantization: str | None = None) -> Any:
         """Raises ValueError on a quantization."""

@@ -2,7 +2,7 @@
 
 Each of the four on its own costs every layer a launch and a way through memory, for a few kilobytes
 of a decode step. Here a program takes one KV head of one token with the query heads of its group:
-q is changed where it stands, k and v go to the pools alone.
+q is changed where it stands, k and v go to the pools alone, to pools of codes with their scales.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from ops.gpu.kv_codes import as_bytes, codes_of, encoded, kind_of, split_scales
 from ops.gpu.library import register, step_kernel
+from ops.kv_codes import LARGEST
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ops.op_set import HeadNorm
+    from ops.op_set import HeadNorm, KvScales
 
 _WARP_ELEMENTS = 512  # of the query heads of a program
 
@@ -33,12 +35,14 @@ def _normed(x, weight_at, live, scale, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _place(
-    source, target, heads, source_stride, target_stride, weight, eps, cos, sin,
+    source, target, scale_at, heads, source_stride, target_stride, weight, eps, cos, sin,
+    CODES: tl.constexpr, LARGEST: tl.constexpr,
     HAS_NORM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Norms and turns `heads` heads from source to target. cos, sin [1, BLOCK_P]; the dimensions
-    behind the pairs take BLOCK_R columns, 0 where there are none."""
+    """Norms and turns `heads` heads from source to target, of CODES as codes with the scale of the
+    one head. cos, sin [1, BLOCK_P]; the dimensions behind the pairs take BLOCK_R columns, 0 where
+    there are none."""
     head = tl.arange(0, BLOCK_H)[:, None]
     live = head < heads
     source += head * source_stride
@@ -65,21 +69,42 @@ def _place(
         if BLOCK_R > 0:
             c = _normed(c, weight + rest, behind, scale, source.dtype.element_ty)
     # Rounded to the heads' type first: the pools may have another.
+    element = source.dtype.element_ty
     if PAIRS > 0:
-        new_a = (a * cos - b * sin).to(source.dtype.element_ty)
-        new_b = (b * cos + a * sin).to(source.dtype.element_ty)
-        tl.store(target + first, new_a.to(target.dtype.element_ty), mask=live & paired)
-        tl.store(target + second, new_b.to(target.dtype.element_ty), mask=live & paired)
+        new_a = (a * cos - b * sin).to(element).to(tl.float32)
+        new_b = (b * cos + a * sin).to(element).to(tl.float32)
     if BLOCK_R > 0:
-        new_c = c.to(source.dtype.element_ty).to(target.dtype.element_ty)
-        tl.store(target + rest, new_c, mask=live & behind)
+        c = c.to(element).to(tl.float32)
+    if CODES:
+        most = tl.zeros([BLOCK_H], tl.float32)
+        not_finite = tl.zeros([BLOCK_H], tl.float32)  # NaN or 0, see `encoded`
+        if PAIRS > 0:
+            most = tl.maximum(tl.max(tl.abs(new_a), 1), tl.max(tl.abs(new_b), 1))
+            not_finite += tl.sum(new_a * 0.0, 1) + tl.sum(new_b * 0.0, 1)
+        if BLOCK_R > 0:
+            most = tl.maximum(most, tl.max(tl.abs(c), 1))
+            not_finite += tl.sum(c * 0.0, 1)
+        scales = tl.div_rn(most, LARGEST) + not_finite
+        tl.store(scale_at + tl.arange(0, BLOCK_H), scales, mask=tl.arange(0, BLOCK_H) < heads)
+        if PAIRS > 0:
+            new_a = codes_of(new_a, scales, CODES, LARGEST)
+            new_b = codes_of(new_b, scales, CODES, LARGEST)
+        if BLOCK_R > 0:
+            c = codes_of(c, scales, CODES, LARGEST)
+    kept = target.dtype.element_ty
+    if PAIRS > 0:
+        tl.store(target + first, new_a.to(kept), mask=live & paired)
+        tl.store(target + second, new_b.to(kept), mask=live & paired)
+    if BLOCK_R > 0:
+        tl.store(target + rest, c.to(kept), mask=live & behind)
 
 
 @step_kernel("positions", "slots")
 def _place_heads_kernel(
-    q, k, v, k_pool, v_pool, positions, slots, rope, q_weight, k_weight, q_eps, k_eps,
-    q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, rope_stride,
-    k_pool_stride, k_pool_stride_h, v_pool_stride, v_pool_stride_h,
+    q, k, v, k_pool, v_pool, k_scales, v_scales, positions, slots, rope, q_weight, k_weight,
+    q_eps, k_eps, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    rope_stride, k_pool_stride, k_pool_stride_h, v_pool_stride, v_pool_stride_h,
+    CODES: tl.constexpr, LARGEST: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -96,30 +121,37 @@ def _place_heads_kernel(
         sin = tl.load(row + PAIRS + pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
     q_heads = q + token * q_stride_t + kv_head * GROUP * q_stride_h
     _place(
-        q_heads, q_heads, GROUP, q_stride_h, q_stride_h, q_weight, q_eps, cos, sin,
-        HAS_Q_NORM, PAIRS, INTERLEAVED, HEAD_DIM, BLOCK_G, BLOCK_P, BLOCK_R,
+        q_heads, q_heads, None, GROUP, q_stride_h, q_stride_h, q_weight, q_eps, cos, sin,
+        0, LARGEST, HAS_Q_NORM, PAIRS, INTERLEAVED, HEAD_DIM, BLOCK_G, BLOCK_P, BLOCK_R,
     )  # fmt: skip
     slot = tl.load(slots + token)
     stored = (slot >= 0).to(tl.int32)
+    scale = slot * tl.num_programs(1) + kv_head  # [S, HK]
     _place(
         k + token * k_stride_t + kv_head * k_stride_h,
         k_pool + slot * k_pool_stride + kv_head * k_pool_stride_h,
-        stored, 0, 0, k_weight, k_eps, cos, sin,
-        HAS_K_NORM, PAIRS, INTERLEAVED, HEAD_DIM, 1, BLOCK_P, BLOCK_R,
+        k_scales + scale if CODES else None, stored, 0, 0, k_weight, k_eps, cos, sin,
+        CODES, LARGEST, HAS_K_NORM, PAIRS, INTERLEAVED, HEAD_DIM, 1, BLOCK_P, BLOCK_R,
     )  # fmt: skip
     dim = tl.arange(0, BLOCK_D)
-    value = tl.load(v + token * v_stride_t + kv_head * v_stride_h + dim, mask=dim < HEAD_DIM)
-    tl.store(
-        v_pool + slot * v_pool_stride + kv_head * v_pool_stride_h + dim,
-        value.to(v_pool.dtype.element_ty),
-        mask=dim < HEAD_DIM * stored,
-    )
+    there = dim < HEAD_DIM
+    value = tl.load(v + token * v_stride_t + kv_head * v_stride_h + dim, mask=there, other=0.0)
+    v_at = v_pool + slot * v_pool_stride + kv_head * v_pool_stride_h + dim
+    if CODES:
+        head = value.to(tl.float32)[None, :]
+        codes, scales = encoded(head, CODES, LARGEST)
+        one = tl.arange(0, 1)
+        tl.store(v_scales + scale + one, scales, mask=one < stored)
+        tl.store(v_at[None, :], codes, mask=(dim < HEAD_DIM * stored)[None, :])
+    else:
+        tl.store(v_at, value.to(v_pool.dtype.element_ty), mask=dim < HEAD_DIM * stored)
 
 
 def _place_heads(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor,
     slots: Tensor, rope: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
     q_eps: float, k_eps: float, interleaved: bool,
+    k_scales: Tensor | None, v_scales: Tensor | None,
 ) -> None:  # fmt: skip
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -129,10 +161,12 @@ def _place_heads(
     rest = head_dim - 2 * pairs
     block_g = triton.next_power_of_2(heads // kv_heads)
     _place_heads_kernel[(tokens, kv_heads)](
-        q, k, v, k_pool, v_pool, positions, slots, rope, q_weight, k_weight, q_eps, k_eps,
+        q, k, v, as_bytes(k_pool), as_bytes(v_pool), k_scales, v_scales, positions, slots, rope,
+        q_weight, k_weight, q_eps, k_eps,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         0 if rope is None else rope.stride(0),
         k_pool.stride(0), k_pool.stride(1), v_pool.stride(0), v_pool.stride(1),
+        CODES=kind_of(k_pool), LARGEST=LARGEST.get(k_pool.dtype, 1.0),
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, PAIRS=pairs, INTERLEAVED=interleaved,
         HAS_Q_NORM=q_weight is not None, HAS_K_NORM=k_weight is not None,
         BLOCK_G=block_g, BLOCK_D=triton.next_power_of_2(head_dim),
@@ -145,7 +179,8 @@ def _place_heads(
 _place_heads_op = register(
     "place_heads(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_pool, Tensor(c!) v_pool, "
     "Tensor positions, Tensor slots, Tensor? rope, Tensor? q_weight, Tensor? k_weight, "
-    "float q_eps, float k_eps, bool interleaved) -> ()",
+    "float q_eps, float k_eps, bool interleaved, Tensor(d!)? k_scales, "
+    "Tensor(e!)? v_scales) -> ()",
     _place_heads,
     lambda *_: None,
 )
@@ -154,7 +189,7 @@ _place_heads_op = register(
 def place_heads(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor,
     slots: Tensor, *, q_norm: HeadNorm | None, k_norm: HeadNorm | None,
-    rope: Tensor | None, interleaved: bool,
+    rope: Tensor | None, interleaved: bool, scales: KvScales | None = None,
 ) -> Tensor:  # fmt: skip
     """See `OpSet.place_heads`; q is changed in place and returned, k is left as it is.
 
@@ -165,6 +200,6 @@ def place_heads(
     k_weight, k_eps = k_norm or (None, 0.0)
     _place_heads_op(
         q, k, v, k_pool, v_pool, positions, slots, rope, q_weight, k_weight, q_eps, k_eps,
-        interleaved,
+        interleaved, *split_scales(scales),
     )  # fmt: skip
     return q

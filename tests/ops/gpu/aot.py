@@ -285,6 +285,10 @@ def _elementwise(dtype: torch.dtype) -> None:
     for codes in (torch.int8, torch.float8_e4m3fn):
         coded = torch.empty(64, 8, 128, dtype=codes)
         store_kv.store_kv(qkv[:, 32:40], qkv[:, 40:], coded, coded, slots, scales)
+        place_heads.place_heads(
+            qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], coded, coded, slots, slots,
+            q_norm=None, k_norm=None, rope=torch.empty(8, 128), interleaved=False, scales=scales,
+        )  # fmt: skip
     rope = torch.empty(8, 128)
     for norm in (None, HeadNorm(weight[:128], 1e-6)):
         place_heads.place_heads(

@@ -11,7 +11,8 @@ import torch
 from ops import reference
 from ops.gpu.op_set import GpuOps
 from ops.kv_codes import CODE_DTYPES
-from ops.op_set import KvScales
+from ops.op_set import HeadNorm, KvScales
+from ops.reference import ReferenceOps
 from scripts._paged import paged_problem, relative_error
 
 OPS = GpuOps()
@@ -49,6 +50,42 @@ def test_codes_and_scales_are_those_of_the_reference(
     reference.store_kv(x, -x, want[0], want[1], slots, want[2])
     for ours, theirs in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize(
+    ("dim", "turned", "norms"), [(64, 64, False), (80, 32, True), (64, 0, True)]
+)
+def test_heads_are_placed_as_codes_in_one_launch(
+    dim: int, turned: int, norms: bool, dtype: torch.dtype, kind: str
+) -> None:
+    """As op by op; a norm's sum in another order may move a value to the code beside it."""
+    draw = torch.Generator().manual_seed(0)
+    qkv = torch.randn(6, 8, dim, generator=draw).to(dtype)
+    qkv[3, 6, 2], qkv[4, 5, 1] = NAN, float("inf")
+    weights = [HeadNorm(torch.randn(dim, generator=draw).to(dtype), 1e-6) for _ in range(2)]
+    angles = torch.rand(40, turned // 2, generator=draw) * 7
+    positions, slots = torch.arange(6), torch.tensor([3, -1, 0, 15, 7, 1])
+    found = []
+    for place in (OPS.place_heads, ReferenceOps().place_heads):
+        k_pool, v_pool, scales = empty_pools(16, 2, dim, kind)
+        q, k, v = qkv.clone().split((4, 2, 2), dim=1)
+        q = place(
+            q, k, v, k_pool, v_pool, positions, slots,
+            q_norm=weights[0] if norms else None, k_norm=weights[1] if norms else None,
+            rope=torch.cat((angles.cos(), angles.sin()), -1) if turned else None,
+            interleaved=False, scales=scales,
+        )  # fmt: skip
+        found.append((q, k_pool.float(), v_pool.float(), *scales))
+    for name, ours, theirs in zip(("q", "k", "v", "scale k", "scale v"), *found, strict=True):
+        rtol = atol = 2e-3 if dtype is torch.float16 else 1e-6
+        if not norms or name in ("v", "scale v"):
+            rtol = atol = 0.0
+        elif name == "k":
+            rtol, atol = 0.13, 1.01  # codes of fp8 stand up to an eighth of a value apart
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=True, msg=name)
+    assert float((found[0][1] != found[1][1]).float().mean()) < 0.02
 
 
 @KINDS
