@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from runtime.simulation.recorder import RecordingScheduler
 from server.formats.model_format import ModelFormat
 from server.generation.engine import Engine
 from server.generation.generator import Generation, Generator
@@ -103,7 +104,9 @@ class Service:
     draining: bool = False
 
     def end_traces(self) -> None:
-        """Writes and sends what is left of traces and spans. Idempotent."""
+        """Writes and sends what is left of records, traces and spans. Idempotent."""
+        if isinstance(self.engine.scheduler, RecordingScheduler):
+            self.engine.scheduler.close()
         self.tracing.close()
         if self.spans is not None:
             self.spans.close()

@@ -45,6 +45,7 @@ async def test_every_plan_and_commit_of_a_run_is_in_the_trace(tmp_path):
             await server.complete(f"prompt {i}", max_tokens=5)
         await server.wait_idle()
         steps = server.service.engine.records.total
+    assert server.service.engine.scheduler._writer._file is None, "the file is left open"
     kinds = [event["event"] for _, event in read_trace(path).events]
     assert kinds.count("add") == 3
     assert kinds.count("commit") == steps

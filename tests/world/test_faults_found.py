@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
+from runtime.request import SamplingParams
 from server.app import app_runner, start_listening
-from tests.fakes import make_fake_service
+from server.generation.params import GenerationParams
+from tests.fakes import fake_server, make_fake_service
 from tests.world.loop import WorldLoop
 from tests.world.network import ListeningSocket, Network
 
@@ -72,3 +75,19 @@ def test_a_request_that_came_while_the_process_was_held_up_is_answered():
 
     loop.run(main())
     assert answers[0].startswith(b"HTTP/1.1 200")
+
+
+async def test_requests_that_are_aborted_together_end_in_the_order_in_which_they_came():
+    """Seed 56: their order was that of a set, which memory addresses gave."""
+    params = GenerationParams(sampling=SamplingParams(max_new_tokens=1000))
+    names = [f"r{number}" for number in range(20)]
+    async with fake_server() as server:
+        generator, scheduler = server.service.generator, server.service.engine.scheduler
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(generator.start([[1]], params, name))
+            aborted, abort = [], scheduler.abort
+            scheduler.abort = lambda name, told: aborted.append(name) or abort(name, told)
+            assert generator.abort(None) == len(names)
+        assert [name.rpartition("-")[0] for name in aborted] == names
+        await server.wait_idle()

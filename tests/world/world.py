@@ -285,6 +285,9 @@ class World:
         for connection in self._network.connections:
             if connection.lost != 1:
                 problems.append(f"connection {connection.number} was ended {connection.lost} times")
+        disk = self._faults.disk
+        if disk.opened != disk.closed:
+            problems.append(f"{disk.opened - disk.closed} files are left open")
         if not service.engine.runner.closed:  # type: ignore[attr-defined]
             problems.append("the runner is not closed")
 
