@@ -101,7 +101,7 @@ class Nursery:
     def _run_without(self, area: str, marker: str) -> tuple[list[str], float]:
         """The tests of an area that fail without a mistake, and what they take."""
         started = time.perf_counter()
-        failing = self._failures([*AREAS[area], "-m", marker], None)
+        failing = self._failures([*tests_of(area), "-m", marker], None)
         return failing, time.perf_counter() - started
 
     def _failures(self, arguments: Sequence[str], longest_s: float | None) -> list[str]:
@@ -120,16 +120,28 @@ class Nursery:
         if process.exitcode == 0:
             return []
         told = output.read_text()
-        lines = [line for line in told.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        summary = told.rpartition("short test summary info")[2]
+        lines = [line for line in summary.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         if not lines:
             raise RuntimeError(f"the tests cannot run:\n{told[-2000:]}")
         return [line.split(" - ")[0].split(maxsplit=1)[1] for line in lines]
 
 
+def tests_of(area: str) -> list[str]:
+    """The test files of an area, in its order; pytest would begin with those of a whole folder."""
+    found = [
+        file.relative_to(ROOT).as_posix()
+        for given in AREAS[area]
+        for file in sorted((ROOT / given).glob("test_*.py")) or [ROOT / given]
+    ]
+    named = [given for given in AREAS[area] if given in found]
+    return list(dict.fromkeys([*named, *found]))
+
+
 def by_likelihood(plant: Plant) -> list[str]:
     """The tests of a mistake's area, those of its own file first."""
     own = f"test_{Path(plant.file).stem}"
-    return sorted(AREAS[plant.area], key=lambda test: Path(test).stem != own)
+    return sorted(tests_of(plant.area), key=lambda test: Path(test).stem != own)
 
 
 def _run_tests(tree: Path, arguments: Sequence[str], output: Path) -> None:

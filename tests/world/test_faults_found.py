@@ -86,8 +86,13 @@ async def test_requests_that_are_aborted_together_end_in_the_order_in_which_they
         with contextlib.ExitStack() as stack:
             for name in names:
                 stack.enter_context(generator.start([[1]], params, name))
-            aborted, abort = [], scheduler.abort
-            scheduler.abort = lambda name, told: aborted.append(name) or abort(name, told)
+            aborted, original = [], scheduler.abort
+
+            def abort(name, *told):
+                aborted.append(name)
+                return original(name, *told)
+
+            scheduler.abort = abort
             assert generator.abort(None) == len(names)
         assert [name.rpartition("-")[0] for name in aborted] == names
         await server.wait_idle()

@@ -275,6 +275,8 @@ class World:
         problems += [f"a timer is left: {timer}" for timer in self._loop.timers]
         if service.engine.delivery.live:
             problems.append(f"{len(service.engine.delivery.live)} choices are left")
+        if service.engine.delivery.masked:
+            problems.append(f"{service.engine.delivery.masked} choices with masks are counted")
         if service.generator.live:
             problems.append(f"{len(service.generator.live)} generations are left")
         if len(service.connections):

@@ -187,3 +187,17 @@ def test_what_a_failed_step_was_to_write_is_never_told():
     driver.fail()
     mirror.check(idle=True)
     assert mirror.seen == []
+
+
+def test_pages_that_are_taken_again_after_a_flush_are_told_by_what_they_hold_now():
+    driver = Driver(config(page_size=4))
+    mirror = Mirror(driver.scheduler)
+    driver.add(request("before", range(8), 1))
+    driver.run()
+    assert driver.scheduler.flush()
+    mirror.check(idle=True)
+    driver.add(request("after", range(100, 108), 1))
+    driver.plan()
+    driver.fail()
+    mirror.check(idle=True)
+    assert mirror.seen[-1] == AllBlocksCleared(), "nothing was written since"

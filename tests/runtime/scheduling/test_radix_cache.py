@@ -361,6 +361,22 @@ class TestShape:
         assert tree.match(other).tokens == 10
         assert tree.match(numbers(5, 300)).tokens == 5
 
+    def test_under_lfu_what_has_begun_others_is_worth_their_uses_when_they_have_gone(self) -> None:
+        tree = Tree(policy="lfu")
+        often, twice = [*numbers(10), *numbers(5, 100)], [*numbers(10), *numbers(5, 200)]
+        for prompt, uses in ((often, 5), (twice, 2)):
+            tree.insert(prompt)
+            for _ in range(uses):
+                tree.admit(prompt)
+        tree.cache.evict(5)
+        tree.cache.evict(5)
+        tree.insert(numbers(5, 300))
+        for _ in range(6):
+            tree.admit(numbers(5, 300))
+        tree.cache.evict(5)
+        assert tree.match(numbers(10)).tokens == 10
+        assert tree.match(numbers(5, 300)).tokens == 0
+
 
 class TestPlace:
     """What is remembered of a prompt stays true whatever happens to the tree."""
