@@ -74,6 +74,20 @@ class AttentionBatch:
     decode: AttentionBatch | None = None
 
 
+class SavedRow(NamedTuple):
+    """A state that a step also leaves behind.
+
+    Args:
+        row: of the batch; place: of that row in its `order`. tokens: of the row before it, 1 at
+            least. slot: where it is left.
+    """
+
+    row: int
+    place: int
+    tokens: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentBatch:
     """Which states each row of a step goes on from, and where they are left; the same for all
@@ -87,6 +101,7 @@ class RecurrentBatch:
         token_rows: [T] int64, the row of each token.
         order: [B] int64, the rows by length, the longest first; equally long ones as they stand.
         counts: lengths, on the host, in the order of `order`.
+        saves: on the host. All `sources` are read before anything is saved.
     """
 
     sources: Tensor
@@ -97,6 +112,7 @@ class RecurrentBatch:
     token_rows: Tensor
     order: Tensor
     counts: tuple[int, ...]
+    saves: tuple[SavedRow, ...] = ()
 
 
 class KvScales(NamedTuple):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RecurrentBatch,
         Routing,
         SamplingTensors,
+        SavedRow,
     )
 
 NEG_INF = float("-inf")
@@ -323,6 +324,8 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch
     for j in range(1, kept + 1):
         out += line[new - kept + j] * weight[j]
     states[batch.slots] = line[past + batch.lengths[:, None]]
+    for save in batch.saves:
+        states[save.slot] = line[past[save.row] + save.tokens]
     return out
 
 
@@ -341,6 +344,9 @@ def gated_delta(
     q, v, factor = q * q.shape[-1] ** -0.5, v.float(), decay.exp()
     state = _states_before(states, batch)[batch.order]
     starts, n = batch.starts[batch.order], len(batch.counts)
+    saves: dict[int, list[SavedRow]] = {}
+    for save in batch.saves:
+        saves.setdefault(save.tokens, []).append(save)
     out = torch.empty(v.shape, device=v.device)
     for t in range(max(batch.counts)):
         while batch.counts[n - 1] <= t:
@@ -351,6 +357,8 @@ def gated_delta(
         error = v[at] - (live * key).sum(-2)
         live += key * (error * rate[at].unsqueeze(-1)).unsqueeze(-2)
         out[at] = (live * q[at].unsqueeze(-1)).sum(-2)
+        for save in saves.get(t + 1, ()):
+            states[save.slot] = state[save.place]
     states[batch.slots[batch.order]] = state
     return out
 

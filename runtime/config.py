@@ -37,6 +37,9 @@ FIXED_OPTIONS = (
     "max_running_requests",
     "kv_tier_pages",
     "page_size",
+    "recurrent",
+    "state_interval",
+    "state_slots",
 )
 
 
@@ -83,6 +86,19 @@ class SchedulerOptions:
         " prompt_cache_key); running requests get it all the same where nothing else is left",
         at_least=0,
         at_most=1,
+    )
+    state_interval: int = option(
+        512,
+        "of a model with a recurrent state, cached prompts can be gone on from at every multiple of"
+        " so many tokens (in whole pages), and at their last page",
+        at_least=1,
+    )
+    state_slots: int | None = option(
+        None,
+        "recurrent states kept for cached prompts",
+        at_least=0,
+        at_most=1_000_000,
+        otherwise="as many as take half the memory of the KV pool, 8 at least",
     )
     schedule_policy: str = option("fcfs", "order of the waiting queue", choices=tuple(POLICIES))
     max_queue_skip_ms: float = option(
@@ -188,6 +204,8 @@ class SchedulerConfig(SchedulerOptions):
             seconds) of each step, see `runtime.scheduling.step_time_model.StepShape`.
         kv_tier_pages: pages that the tier below the pool holds; 0: there is none.
         kv_load_tokens: fewer tokens are computed rather than loaded from it.
+        recurrent: cached KV alone is nothing that a request could go on from.
+        state_slots: the option, or what stands for it here.
     """
 
     capacity_tokens: int
@@ -198,10 +216,17 @@ class SchedulerConfig(SchedulerOptions):
     measured_steps: tuple[tuple[float, ...], ...] = ()
     kv_tier_pages: int = 0
     kv_load_tokens: int = 0
+    recurrent: bool = False
+    state_slots: int = 0
 
     def __post_init__(self) -> None:
         SchedulerOptions.__post_init__(self)  # super() finds no class whose slots were added
         check_capacity(self.capacity_tokens, self.page_size)
+        if self.recurrent and self.kv_tier_pages:
+            raise ConfigError(
+                f"kv_tier_pages {self.kv_tier_pages} with a recurrent state: must be 0, since there"
+                " are no states in the tier"
+            )
 
     @property
     def usable_tokens(self) -> int:

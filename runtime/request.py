@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from runtime.scheduling.radix_tree import Place
 
 if TYPE_CHECKING:
-    from runtime.scheduling.radix_tree import Node
+    from runtime.scheduling.radix_tree import Node, SavedState
 
 
 class RequestState(Enum):
@@ -128,6 +128,7 @@ class RequestRecord:
         load_tried: its prefix was to be loaded from the tier since it began to wait.
         passed_over_s: when a later arrival was first admitted before it.
         waited: seconds waited per blocking term, of waits that are over.
+        saved: recurrent states that its steps have saved since it was admitted.
         own_reason: its blocking term in the last pass where that was not the whole queue's.
     """
 
@@ -154,6 +155,7 @@ class RequestRecord:
     prefix_tokens: int = 0
     proven: bool = False
     load_tried: bool = False
+    saved: list[SavedState] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

@@ -126,7 +126,8 @@ class RunnerInfo:
         vocab_size: ids that can be sampled are 0 .. vocab_size - 1.
         chunk_tokens: prefill tokens of a step where no option says; None: as many as a time allows.
         long_prompts: which prompts share KV with none of the others; None: there are none.
-        recurrent: rows have a state that is of use at its own position alone.
+        state_slots: recurrent states that can be kept beside those of the rows; None: the model has
+            none.
         details: free text pairs (device, dtype, kernels) for /server_info.
     """
 
@@ -134,7 +135,7 @@ class RunnerInfo:
     vocab_size: int
     chunk_tokens: int | None = None
     long_prompts: LongPrompts | None = None
-    recurrent: bool = False
+    state_slots: int | None = None
     details: dict[str, str] = field(default_factory=dict)
 
 

@@ -23,7 +23,7 @@ def size_scheduler(
     device_chunk_tokens: int | None,
     measure: Callable[[float], MeasuredSteps],
     tier: tuple[int, int] = (0, 0),
-    recurrent: bool = False,
+    state_slots: int | None = None,
 ) -> SchedulerConfig:
     """The options with what they leave open filled in.
 
@@ -36,11 +36,11 @@ def size_scheduler(
         measure: times steps of the device until they near the given seconds; called only where
             chunks are sized by time.
         tier: pages that the tier below the pool holds, and the fewest tokens worth a load from it.
-        recurrent: KV alone is no prefix that a request could start from.
+        state_slots: recurrent states that the device can keep; None: the model has none.
     Raises: ConfigError: the options do not fit what was derived.
     """
     given = {item.name: getattr(options, item.name) for item in options_of(SchedulerOptions)}
-    given["disable_radix_cache"] |= recurrent
+    given["state_slots"] = state_slots or 0
     sized = given["chunked_prefill_size"] is not None
 
     def made(**derived: Any) -> SchedulerConfig:
@@ -50,6 +50,7 @@ def size_scheduler(
             eos_token_ids=eos_token_ids,
             kv_tier_pages=tier[0],
             kv_load_tokens=tier[1],
+            recurrent=state_slots is not None,
             **{**given, **derived},
         )
 

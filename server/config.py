@@ -226,7 +226,11 @@ def _check_effects(runner: RunnerConfig, options: SchedulerOptions) -> None:
     uncached = options.disable_radix_cache
     for void, beside, names in (
         (runner.kv_offload_path is None, "without kv_offload_path", ("kv_offload_path_gb",)),
-        (uncached, "with disable_radix_cache", ("eviction_policy", "pin_share")),
+        (
+            uncached,
+            "with disable_radix_cache",
+            ("eviction_policy", "pin_share", "state_interval", "state_slots"),
+        ),
         (uncached and policy.cache_aware, "with disable_radix_cache", ("schedule_policy",)),
         (policy.keys is None, named, ("max_queue_skip_ms",)),
         (not policy.shuffled, named, ("policy_seed",)),

@@ -66,6 +66,7 @@ def load(config: ServerConfig) -> Parts:
         max_running_requests=config.scheduler.max_running_requests,
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
         chunked_prefill_size=config.scheduler.chunked_prefill_size,
+        state_slots=0 if config.scheduler.disable_radix_cache else config.scheduler.state_slots,
         tokenizer_size=tokenizer.vocab_size,
         tokenizer_eos_id=tokenizer.eos_token_id,
         published_form=_published_form(config),
@@ -104,7 +105,7 @@ def _sized(
             runner, info.digest, bound_s=bound_s, context_length=info.context_length
         ),
         tier=(0, 0) if tier is None else (tier.pages, tier.load_tokens),
-        recurrent=runner.info.recurrent,
+        state_slots=runner.info.state_slots,
     )
 
 

@@ -18,7 +18,7 @@ from runtime.execution.cuda_graph_runner import CudaRecorder
 from runtime.execution.device import DTYPES, Device, open_device
 from runtime.execution.graph_capture import capture_graphs, plan_graphs
 from runtime.execution.kv_pool import bytes_per_state
-from runtime.execution.kv_sizing import check_memory, total_tokens, work_bytes
+from runtime.execution.kv_sizing import check_memory, pool_sizes, work_bytes
 from runtime.execution.long_prompt_rows import LongPromptRows
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.execution.packed_weights import PackedWeights
@@ -66,6 +66,7 @@ def build_runner(
     max_running_requests: int,
     max_prefill_tokens: int = MAX_PREFILL_TOKENS,
     chunked_prefill_size: int | None = None,
+    state_slots: int | None = None,
     tokenizer_size: int | None = None,
     tokenizer_eos_id: int | None = None,
     published_form: str | None = None,
@@ -77,6 +78,7 @@ def build_runner(
         max_prefill_tokens: of a step, or a whole prompt.
         chunked_prefill_size: as the option: None for what the device has by default, 0 or -1 for
             whole prompts.
+        state_slots: as the option: None for as many as memory is set aside for.
         tokenizer_size: ids from here on are never sampled; None: every row of the output layer.
         tokenizer_eos_id: ends a generation too: fine-tunes change it and leave the configs behind.
         published_form: the quantization whose values the weights are, by their publisher.
@@ -111,7 +113,7 @@ def build_runner(
     work = 0
     if config.max_total_tokens is None:
         work = work_bytes(device, decoder, sizes, most, plan_graphs(config, device, sizes))
-    sizes = replace(sizes, total_tokens=total_tokens(config, device, model, page_size, work))
+    sizes = pool_sizes(config, device, model, sizes, work, state_slots)
     check_memory(sizes, device, model)
     runner = ModelRunner(
         device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runtime.config import CPU_TOTAL_TOKENS
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _MIN_TOTAL_TOKENS = 1024  # a GPU with room for less is refused
 _MIN_PAGES = 3
+_LEAST_STATE_SLOTS = 8
 
 
 def work_bytes(
@@ -53,12 +55,46 @@ def work_bytes(
     return peak + _row_bytes(decoder.model, sizes)
 
 
+def pool_sizes(
+    config: RunnerConfig,
+    device: Device,
+    model: DecoderModel,
+    sizes: RunnerSizes,
+    work: int,
+    state_slots: int | None,
+) -> RunnerSizes:
+    """The sizes with the KV tokens and the saved recurrent states that there is room for.
+
+    Args:
+        work: see `work_bytes`.
+        state_slots: None for half as much memory as the KV pool has.
+    Raises: ConfigError: see `total_tokens`.
+    """
+    total = total_tokens(config, device, model, sizes.page_size, work)
+    each = bytes_per_state(model)
+    if not each:
+        return replace(sizes, total_tokens=total)
+    shared = config.max_total_tokens is None and device.memory_budget_bytes is not None
+    if state_slots is None:
+        kv = total * bytes_per_token(model, device.kv_dtype)
+        state_slots = max(_LEAST_STATE_SLOTS, kv // (3 if shared else 2) // each)
+    if shared:
+        states = state_slots * each
+        total = total_tokens(config, device, model, sizes.page_size, work, states)
+    return replace(sizes, total_tokens=total, state_slots=state_slots)
+
+
 def total_tokens(
-    config: RunnerConfig, device: Device, model: DecoderModel, page_size: int, work: int
+    config: RunnerConfig,
+    device: Device,
+    model: DecoderModel,
+    page_size: int,
+    work: int,
+    states: int = 0,
 ) -> int:
     """KV tokens of the pool, whole pages.
 
-    Args: work: see `work_bytes`.
+    Args: work: see `work_bytes`. states: bytes that saved states take of the same memory.
     Raises: ConfigError: the device has no room for a useful pool.
     """
     total = config.max_total_tokens
@@ -67,7 +103,7 @@ def total_tokens(
         per_token = bytes_per_token(model, device.kv_dtype)
         total = CPU_TOTAL_TOKENS * bytes_per_token(model, device.dtype) // per_token
         if device.memory_budget_bytes is not None:
-            total = _tokens_that_fit(config, device, model, work)
+            total = _tokens_that_fit(config, device, model, work, states)
     pages = total // page_size
     if pages < _MIN_PAGES:
         raise ConfigError(
@@ -80,7 +116,7 @@ def check_memory(sizes: RunnerSizes, device: Device, model: DecoderModel) -> Non
     """Raises: ConfigError: pool and block table could not be had even from an empty device."""
     kv = sizes.total_tokens * bytes_per_token(model, device.kv_dtype)
     table = block_table_bytes(sizes.rows, sizes.context_length, sizes.page_size)
-    states = (sizes.rows + 1) * bytes_per_state(model)
+    states = (sizes.rows + 1 + sizes.state_slots) * bytes_per_state(model)
     there = device.memory_bytes()
     if kv + table + states > there:
         recurrent = f", recurrent states of {states:,}" if states else ""
@@ -97,13 +133,15 @@ def _row_bytes(model: DecoderModel, sizes: RunnerSizes) -> int:
     return table + states + state_bytes(sizes.rows + 1, model.vocab_size)
 
 
-def _tokens_that_fit(config: RunnerConfig, device: Device, model: DecoderModel, work: int) -> int:
+def _tokens_that_fit(
+    config: RunnerConfig, device: Device, model: DecoderModel, work: int, states: int
+) -> int:
     """mem_fraction_static bounds weights and KV; where the rest is less than steps take, KV gives
     way."""
     budget = device.memory_budget_bytes
     assert budget is not None
     used = device.used_bytes()
-    left = max(0, min(budget, device.memory_bytes() - work) - used)
+    left = max(0, min(budget, device.memory_bytes() - work) - used - states)
     per_token = bytes_per_token(model, device.kv_dtype)
     if left < per_token * _MIN_TOTAL_TOKENS:
         raise ConfigError(

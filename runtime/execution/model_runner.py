@@ -83,12 +83,14 @@ class RunnerSizes:
     Args:
         total_tokens: KV tokens of the pool, whole pages, the reserved page included.
         rows: requests that may hold KV at once.
+        state_slots: recurrent states that are kept beside those of the rows.
     """
 
     page_size: int
     total_tokens: int
     rows: int
     context_length: int
+    state_slots: int = 0
 
 
 class ModelRunner:
@@ -119,7 +121,7 @@ class ModelRunner:
                 sizes.total_tokens,
                 device=where,
                 dtype=device.kv_dtype,
-                states=sizes.rows + 1,
+                states=sizes.rows + 1 + sizes.state_slots,
             ),
             torch.zeros(sizes.rows + 1, dtype=torch.int64, device=where),
             long_prompts,
@@ -132,7 +134,7 @@ class ModelRunner:
             vocab_size=decoder.model.vocab_size,
             chunk_tokens=device.chunk_tokens,
             long_prompts=None if long_prompts is None else long_prompts.long_prompts,
-            recurrent=recurrent,
+            state_slots=sizes.state_slots if recurrent else None,
             details={
                 "device": device.description,
                 "dtype": str(device.dtype).removeprefix("torch."),

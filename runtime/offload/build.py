@@ -60,7 +60,7 @@ def build_tier(
     """
     if not config.kv_offload_gb and config.kv_offload_path is None:
         return None
-    if runner.info.recurrent:
+    if runner.info.state_slots is not None:
         option = "kv_offload_gb" if config.kv_offload_gb else "kv_offload_path"
         raise ConfigError(
             f"{option}: this model has a recurrent state, which KV alone does not give"

@@ -412,7 +412,10 @@ class PendingPrefixes:
 
     def worth_waiting(self, request: Request, match: PrefixMatch) -> bool:
         """Whether some pending prompt will soon extend what is cached for this one by enough."""
-        if not self._heads or match.tokens + self._gain > match_limit(request):
+        if not self._heads:
+            return False
+        match = self._memory.pending_match(request, match)
+        if match.tokens + self._gain > match_limit(request):
             return False
         return self._head(request, match) in self._heads
 

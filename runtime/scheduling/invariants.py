@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from runtime.scheduling.page_allocator import PageAllocator
     from runtime.scheduling.radix_cache import RadixCache
     from runtime.scheduling.radix_tree import Node
+    from runtime.scheduling.saved_states import SavedStates
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
 SLICE = 2048  # pages between two pauses
@@ -234,6 +235,8 @@ class _Recount:
         yield from self._pages.check_tree()
         yield from self._check_holders()
         self._pages.check_all_owned()
+        if self._memory.states is not None:
+            self._check_states(self._memory.states)
         steps = {batch.step for batch in self._launched}
         waits = steps.issuperset(insertion.step for insertion in self._memory.insertions)
         _require(waits, "the cache waits for a step not in flight")
@@ -256,6 +259,23 @@ class _Recount:
             frames.own(copy.frames)
         yield from frames.check_tree()
         frames.check_all_owned()
+
+    def _check_states(self, states: SavedStates) -> None:
+        """Every slot is free, kept with the node that ends at its state, or a holder's."""
+        pending = [
+            state
+            for holder in self._holders
+            for state in holder.scheduling.saved
+            if state.slot and state.node is None
+        ]
+        slots = [*states.free_slots(), *(state.slot for state in chain(states, pending))]
+        _require(sorted(slots) == list(states.slots), f"state slots {sorted(slots)} have an owner")
+        found = {node.state for node in self._memory.cache.tree.nodes() if node.state is not None}
+        _require(found == set(states), "the tree has other states than are kept")
+        for state in states:
+            node = state.node
+            ends = node is not None and node.state is state and node.end == state.position
+            _require(ends, f"a state of {state.position} tokens is not at the end of its node")
 
     def _check_rows(self) -> None:
         held = [request.row for request in self._holders if request.row >= 0]

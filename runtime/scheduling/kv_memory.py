@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from runtime.errors import InvariantError
 from runtime.scheduling.cache_events import ROOT, CacheEvents
 from runtime.scheduling.kv_tier import KVTier
-from runtime.scheduling.page_allocator import PageAllocator, pages_for
+from runtime.scheduling.page_allocator import PageAllocator, pages_for, whole_pages
 from runtime.scheduling.pins import NO_KEY
 from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch, RadixCache
 from runtime.scheduling.radix_tree import TOKEN_BYTES, Place
+from runtime.scheduling.saved_states import SavedStates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -60,9 +61,10 @@ class KVMemory:
         # Rows of the block table, last in first out; padding has row 0.
         self.num_rows = config.max_running_requests
         self.free_rows = list(range(self.num_rows, 0, -1))
-        self.cache = RadixCache(self.allocator, config.eviction_policy)
-        self.configure(config)
         self.cache_enabled = not config.disable_radix_cache
+        self.states = _saved_states(config) if config.recurrent and self.cache_enabled else None
+        self.cache = RadixCache(self.allocator, config.eviction_policy, states=self.states)
+        self.configure(config)
         self.stale_tables: list[Request] = []  # requests whose device table row is behind
         self.insertions: list[Insertion] = []  # of steps not committed, oldest first
         self.events: CacheEvents | None = None
@@ -143,13 +145,22 @@ class KVMemory:
             return None
         return PrefixMatch(record.place.tokens, self.cache.end_at(record.place))
 
+    def pending_match(self, request: Request, match: PrefixMatch) -> PrefixMatch:
+        """How much of a waiting request is cached, whether or not it can go on from there. Args:
+        match: what it can, as `match` has just found it."""
+        if self.states is None:
+            return match
+        place = request.scheduling.place
+        return PrefixMatch(place.tokens, self.cache.end_at(place))
+
     def left_by(self, victims: Iterable[Request], request: Request, cached: int) -> int:
         """How much more of a waiting request would be cached if the victims were retracted: what
         they have computed of the same tokens. Args: cached: tokens that are already."""
         tree, key = self.cache.tree, request.scheduling.key
         end = min(match_limit(request) * TOKEN_BYTES, len(key))
         found, following = cached, cached + self.page_size
-        for victim in victims if self.cache_enabled else ():
+        # Victims leave no recurrent state where they stand; what they have saved is cached already.
+        for victim in victims if self.cache_enabled and self.states is None else ():
             if victim.namespace != request.namespace or victim.scheduling.alone:
                 continue
             # One page tells of nearly all that they have no more in common.
@@ -174,6 +185,7 @@ class KVMemory:
         record.synced_pages = 0
         record.prefix_tokens = match.tokens
         record.proven = record.load_tried = False
+        record.saved = []
 
     def grow(self, request: Request, tokens: int) -> None:
         """Makes room for `tokens` more tokens and counts them as launched."""
@@ -213,6 +225,8 @@ class KVMemory:
         record.node = end
         record.tree_tokens = tokens
         record.place = Place(end, tokens, self.cache.tree.losses)
+        if self.states is not None:
+            self.states.attach(request, self.cache.above)
 
     def take_loaded(
         self, namespace: str, key: bytes, pages: array[int], below: Node | None
@@ -273,6 +287,8 @@ class KVMemory:
     def step_done(self, step: int) -> None:
         """A step is committed: what it put into the cache stays, what waited for it is free."""
         self.allocator.step_done(step)
+        if self.states is not None:
+            self.states.step_done(step)
         if self.events is not None:
             self.events.step_done(step)
         if self.insertions:
@@ -280,7 +296,9 @@ class KVMemory:
 
     def take_back_insertions(self, step: int) -> None:
         """Undoes what was put into the cache of the KV that a launched step, or a later one, was to
-        write, newest first: the pages are their requests' own again."""
+        write, newest first: the pages are their requests' own again. Saved states go."""
+        if self.states is not None:
+            self.states.take_back(step)
         while self.insertions and self.insertions[-1].step >= step:
             self._take_out(self.insertions.pop())
 
@@ -331,6 +349,11 @@ class KVMemory:
         place = Place()
         self.cache.tree.seek(place, request.namespace, request.scheduling.key, last)
         end = node = self.cache.end_at(place)
+        if self.states is not None:
+            # That somebody has had tokens from there says nothing of the states: he may have
+            # computed his own.
+            self.states.give_up_all(request.scheduling.saved)
+            self.states.give_up_path(end, first)
         kept = _paths(readers)
         while node is not None and node not in kept:
             node = node.parent
@@ -353,6 +376,8 @@ class KVMemory:
             self.insert(request, min(keep_tokens, request.length))
             if self.tier is not None and record.proven:
                 self.tier.write_behind.proven(request)
+        if self.states is not None:
+            self.states.release(request)
         self.cache.unlock(record.node)
         self.allocator.free(request.pages[record.tree_tokens // self.page_size :])
         self.free_rows.append(request.row)
@@ -369,6 +394,16 @@ class KVMemory:
         """The ints from `first` to `last`. Counted out one by one they would cost a millisecond per
         30,000, where a long prefix is cached."""
         return self._indices[first:last]
+
+
+def _saved_states(config: SchedulerConfig) -> SavedStates:
+    """Their slots are behind those of the rows."""
+    return SavedStates(
+        config.max_running_requests + 1,
+        config.state_slots,
+        interval=whole_pages(config.state_interval, config.page_size),
+        page_size=config.page_size,
+    )
 
 
 def match_limit(request: Request) -> int:

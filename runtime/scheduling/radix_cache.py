@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from runtime.scheduling.page_allocator import PageAllocator
     from runtime.scheduling.radix_tree import Node
+    from runtime.scheduling.saved_states import SavedStates
 
 
 class PrefixMatch(NamedTuple):
@@ -74,6 +75,7 @@ class RadixCache:
         eviction_policy: a name in `EVICTION_POLICIES`.
         node_tokens: most tokens of a node of the tree.
         most_pinned: tokens that pins may keep.
+        states: saved beside prefixes; None: no match needs any.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class RadixCache:
         eviction_policy: str = "lru",
         node_tokens: int = NODE_TOKENS,
         most_pinned: int = 0,
+        states: SavedStates | None = None,
     ) -> None:
         self.page_size = allocator.page_size
         self.eviction_policy = EVICTION_POLICIES[eviction_policy]
@@ -90,6 +93,7 @@ class RadixCache:
         self.tree = RadixTree(allocator.page_size, node_tokens)
         self.order = EvictionOrder()
         self.pins = Pins(most_pinned, self._rerank)
+        self.states = states
         self.watchers: list[Watcher] = []
         self._allocator = allocator
         self._tick = 0
@@ -99,7 +103,8 @@ class RadixCache:
     def match(
         self, namespace: str, key: bytes, max_tokens: int, place: Place | None = None
     ) -> PrefixMatch:
-        """Longest cached prefix of `key` in whole pages, at most `max_tokens`; marks it as used.
+        """Longest cached prefix of `key` in whole pages, at most `max_tokens`, from which a request
+        can go on; marks it as used.
 
         Args:
             place: where the same prompt's prefix ended when last looked up; moved. From it on, a
@@ -107,11 +112,14 @@ class RadixCache:
         """
         place = place or Place()
         self.tree.seek(place, namespace, key, max_tokens)
-        node = self.end_at(place)
+        if self.states is None:
+            node = self.end_at(place)
+        else:
+            node = self.states.deepest(place.node, place.tokens)
         if node is None:
             return NO_MATCH
         self._touch(node)
-        return PrefixMatch(place.tokens, node)
+        return PrefixMatch(node.end, node)
 
     def end_at(self, place: Place) -> Node | None:
         """The node that ends with what a true place says is cached; made by a split if need be.
@@ -178,8 +186,8 @@ class RadixCache:
 
     def _may_grow(self, node: Node, *, mine: bool) -> bool:
         """Whether new pages may be appended to `node` itself: to a leaf where no other prefix ends,
-        none that is pinned either, and, where uses are counted, none ever did."""
-        if node.parent is None or node.children or node.locks != mine or node.pins:
+        none that is pinned or has a state either, and, where uses are counted, none ever did."""
+        if node.parent is None or node.children or node.locks != mine or node.pins or node.state:
             return False
         return not self.eviction_policy.counts_uses or node.hits <= mine
 
@@ -301,6 +309,7 @@ class RadixCache:
     def _evict_tail(self, leaf: Node, count: int) -> None:
         self.evictable_tokens -= count * self.page_size
         self.pins.evicted(leaf, count * self.page_size)
+        self._drop_state(leaf)
         if count < len(leaf.pages):
             taken = self.tree.trim(leaf, count)
             self._tell_removed(taken)
@@ -319,6 +328,11 @@ class RadixCache:
         else:
             self._rerank(parent)
 
+    def _drop_state(self, node: Node) -> None:
+        """A node loses its end."""
+        if node.state is not None and self.states is not None:
+            self.states.give_up(node.state)
+
     def _tell_removed(self, pages: array[int]) -> None:
         for watcher in self.watchers:
             watcher.removed(pages)
@@ -327,7 +341,7 @@ class RadixCache:
         """Makes a node and the only child that it has left one, unless somebody holds it or they
         are worth so different that they would be evicted apart."""
         (node,) = upper.children.values()
-        if upper.parent is None or upper.locks or self.pins.ends_at(upper):
+        if upper.parent is None or upper.locks or upper.state or self.pins.ends_at(upper):
             return
         if len(upper.pages) + len(node.pages) > self.tree.node_pages:
             return
@@ -355,6 +369,7 @@ class RadixCache:
         if self.protected_tokens:
             raise InvariantError(f"flush with {self.protected_tokens} locked tokens")
         for node in self.tree.nodes():
+            self._drop_state(node)
             self._allocator.free(node.pages)
         self.tree.clear()
         self.order.clear()
@@ -405,6 +420,7 @@ class RadixCache:
         self.pins.left(dropped, parent, counted=True)
         for below in dropped:
             below.dead = True
+            self._drop_state(below)
             self._tell_removed(below.pages)
             self._rerank(below)
             self._inherit(parent, below)

@@ -46,8 +46,8 @@ class Node:
     requests whose prefix ends here and the children that are locked; `last_used` and `hits`
     (admissions) speak of prefixes that end here, or ended below in what is gone; `rank` is its
     place in the order of eviction, 0: not in it; `pins` counts the pins that end here and the
-    children that are pinned. A `dead` node was written by a step that failed: it is out of the tree
-    and goes when its last lock does.
+    children that are pinned; `state` is the recurrent state at its end, where one is kept. A `dead`
+    node was written by a step that failed: it is out of the tree and goes when its last lock does.
     """
 
     __slots__ = (
@@ -65,6 +65,7 @@ class Node:
         "pins",
         "rank",
         "start",
+        "state",
     )
 
     def __init__(self, parent: Node | None, start: int, key: bytearray, pages: array[int]) -> None:
@@ -82,11 +83,32 @@ class Node:
         self.rank = 0
         self.pins = 0
         self.dead = False
+        self.state: SavedState | None = None
 
     @property
     def end(self) -> int:
         """Tokens of the prefix that ends with this node."""
         return self.start + len(self.key) // TOKEN_BYTES
+
+
+class SavedState:
+    """A recurrent state that is kept (saved_states.py).
+
+    Args:
+        slot: where it is; 0: it has been given up.
+        position: tokens that it has seen.
+        step: the step that writes it.
+
+    `node` ends with these tokens; None until they are in the cache.
+    """
+
+    __slots__ = ("node", "position", "slot", "step")
+
+    def __init__(self, slot: int, position: int, step: int) -> None:
+        self.slot = slot
+        self.position = position
+        self.step = step
+        self.node: Node | None = None
 
 
 class Place:

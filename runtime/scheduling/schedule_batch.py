@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runtime.request import Request
     from runtime.scheduling.kv_memory import KVMemory
     from runtime.scheduling.radix_cache import PrefixMatch
+    from runtime.scheduling.saved_states import SavedStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ class ScheduleBatch:
         output_counts: parallel to `sampled`; output tokens before the one sampled (min_tokens).
         table_rows, table_indices, table_pages: parallel to one another; entries of the block
             table to write before the step: table[row][page index] = page.
+        state_rows, state_slots: parallel to one another; batch rows that go on from the recurrent
+            state in this slot and not from that of their own table row.
+        save_rows, save_tokens, save_slots: parallel to one another; the recurrent state of a batch
+            row behind so many of its new tokens is also left in this slot. The step reads all slots
+            before it leaves anything there.
         retry: these rows were in a step that failed; they compute the same again.
         restore: requests of this step whose row a step that failed, or was taken back with it, may
             have changed on the device. Before this step is launched, what the device keeps per row
@@ -85,6 +91,11 @@ class ScheduleBatch:
     table_rows: array[int] = field(default_factory=ints)
     table_indices: array[int] = field(default_factory=ints)
     table_pages: array[int] = field(default_factory=ints)
+    state_rows: array[int] = field(default_factory=ints)
+    state_slots: array[int] = field(default_factory=ints)
+    save_rows: array[int] = field(default_factory=ints)
+    save_tokens: array[int] = field(default_factory=ints)
+    save_slots: array[int] = field(default_factory=ints)
     retry: bool = False
     restore: Sequence[Request] = ()
 
@@ -124,6 +135,9 @@ def book_batch(
         retry, restore: see `ScheduleBatch`.
     """
     batch = ScheduleBatch(step, len(admitted), retry=retry, restore=restore)
+    for row, item in enumerate(admitted):
+        if item.match is not None:
+            _start(batch, row, item, memory)
     for item in admitted:
         _add_prefill_row(batch, item, memory)
     _add_decode_rows(batch, running, memory)
@@ -134,10 +148,26 @@ def book_batch(
     return batch
 
 
+def _start(batch: ScheduleBatch, row: int, item: Admitted, memory: KVMemory) -> None:
+    """Before any row of the step is given room: the state that one goes on from may have to make
+    way for what another is to save."""
+    assert item.match is not None
+    node = item.match.node
+    memory.start(item.request, item.match)
+    if node is not None and node.state is not None:
+        batch.state_rows.append(row)
+        batch.state_slots.append(node.state.slot)
+
+
+def _save_states(batch: ScheduleBatch, item: Admitted, states: SavedStates) -> None:
+    for state in states.save(item.request, batch.step, item.start, item.start + item.tokens):
+        batch.save_rows.append(len(batch.requests))
+        batch.save_tokens.append(state.position - item.start)
+        batch.save_slots.append(state.slot)
+
+
 def _add_prefill_row(batch: ScheduleBatch, item: Admitted, memory: KVMemory) -> None:
     request, record = item.request, item.request.scheduling
-    if item.match is not None:
-        memory.start(request, item.match)
     memory.grow(request, item.tokens)
     record.last_step = batch.step
     if item.last:
@@ -148,6 +178,8 @@ def _add_prefill_row(batch: ScheduleBatch, item: Admitted, memory: KVMemory) -> 
         request.launched_tokens += 1
     else:
         request.state = RequestState.PREFILLING
+    if memory.states is not None:
+        _save_states(batch, item, memory.states)
     batch.requests.append(request)
     batch.rows.append(request.row)
     batch.prefix_lens.append(item.start)

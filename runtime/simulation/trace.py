@@ -65,6 +65,7 @@ _BATCH_ARRAYS = (
     "table_indices",
     "table_pages",
 )
+_STATE_ARRAYS = ("state_rows", "state_slots", "save_rows", "save_tokens", "save_slots")
 # What the arrays of a batch were called in version 1.
 _NAMES_OF_VERSION_1 = {
     "starts": "prefix_lens",
@@ -274,6 +275,9 @@ def batch_record(batch: ScheduleBatch) -> dict[str, Any]:
     }
     for name in _BATCH_ARRAYS:
         record[name] = list(getattr(batch, name))
+    for name in _STATE_ARRAYS:  # of models with a recurrent state
+        if getattr(batch, name):
+            record[name] = list(getattr(batch, name))
     if batch.retry:
         record["retry"] = True
     if batch.restore:

@@ -3,6 +3,7 @@ against itself wherever a step begins, alone and among others."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from ops import load
-from ops.op_set import RecurrentBatch
+from ops.op_set import RecurrentBatch, SavedRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,6 +125,29 @@ def test_a_token_gets_the_same_wherever_steps_begin_and_whatever_is_beside_it(
             assert torch.equal(torch.cat(ours), want)
     assert torch.equal(pieces.inputs[1:], whole.inputs[1:])
     assert torch.equal(pieces.matrices[1:], whole.matrices[1:])
+
+
+def test_states_are_saved_on_the_way_and_gone_on_from(ops: OpSet) -> None:
+    """A saved state is that of a row which ends there, also where another row of the step goes on
+    from the slot that it is saved in."""
+    rows, shorter = Sequences(ops, 20), Sequences(ops, 20)
+    saves = (SavedRow(0, 1, 2, 3), SavedRow(0, 1, 9, 2), SavedRow(1, 0, 5, 1))
+    batch = step([(0, 0, 9), (1, 0, 12)])
+    batch = replace(batch, slots=torch.tensor([0, 0]), saves=saves)
+    x = torch.cat((rows.x[0, :9], rows.x[1, :12]))
+    rows.ops.causal_conv(x, rows.weight, rows.inputs, batch)
+    parts = (rows.q, rows.k, rows.v, rows.decay, rows.rate)
+    q, k, v, decay, rate = (torch.cat((part[0, :9], part[1, :12])) for part in parts)
+    rows.ops.gated_delta(q, k, v, decay, rate, rows.matrices, batch)
+    for row, _, tokens, slot in saves:
+        shorter.run({row: (0, tokens)})
+        assert torch.equal(rows.inputs[slot], shorter.inputs[row + 1])
+        assert torch.equal(rows.matrices[slot], shorter.matrices[row + 1])
+    # Row 0 goes on from slot 2 and is saved in it.
+    again = replace(step([(1, 9, 6)]), sources=torch.tensor([2]), saves=(SavedRow(0, 0, 1, 2),))
+    got = rows.ops.causal_conv(rows.x[0, 9:15], rows.weight, rows.inputs, again)
+    whole = shorter.run({0: (0, 15)})[0]
+    assert torch.equal(got, whole[0][9:])
 
 
 def test_a_nan_stays_in_its_row(ops: OpSet) -> None:

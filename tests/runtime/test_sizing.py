@@ -42,7 +42,11 @@ def timing(cost: CostModel, seed: int = 0) -> Any:
 
 
 def sized(
-    options: SchedulerOptions, *, device: int | None = None, cost: CostModel = FAST
+    options: SchedulerOptions,
+    *,
+    device: int | None = None,
+    cost: CostModel = FAST,
+    state_slots: int | None = None,
 ) -> SchedulerConfig:
     return size_scheduler(
         options,
@@ -51,6 +55,7 @@ def sized(
         eos_token_ids=frozenset(),
         device_chunk_tokens=device,
         measure=lambda bound_s: measure_steps(timing(cost), bound_s=bound_s, context_length=8192),
+        state_slots=state_slots,
     )
 
 
@@ -192,3 +197,11 @@ class TestMeasurement:
         steps: MeasuredSteps = measure_steps(timed, bound_s=0.15, context_length=context_length)
         assert max(ends, default=0) <= context_length
         assert bool(steps) == (context_length >= 1024)
+
+
+def test_a_recurrent_model_has_the_state_slots_of_its_device() -> None:
+    options = SchedulerOptions(state_slots=7, state_interval=64)
+    plain, recurrent = sized(options, device=64), sized(options, device=64, state_slots=5)
+    assert (plain.recurrent, plain.state_slots) == (False, 0)
+    assert (recurrent.recurrent, recurrent.state_slots) == (True, 5)
+    assert recurrent.state_interval == 64

@@ -6,10 +6,13 @@ import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ops.blocks.block import Block
+from ops.blocks.gated_delta_net import GatedDeltaNet
 from ops.cpu.op_set import CpuOps
 from ops.kv_codes import CODE_DTYPES
 from runtime.config import RunnerConfig, gpu_chunk_tokens
@@ -18,8 +21,8 @@ from runtime.execution import build
 from runtime.execution.build import _capture_graphs
 from runtime.execution.device import Device
 from runtime.execution.graph_capture import GraphPlan, capture_graphs, plan_graphs
-from runtime.execution.kv_pool import KVPool, bytes_per_token
-from runtime.execution.kv_sizing import total_tokens, work_bytes
+from runtime.execution.kv_pool import KVPool, bytes_per_state, bytes_per_token
+from runtime.execution.kv_sizing import pool_sizes, total_tokens, work_bytes
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
 from runtime.execution.packed_step import StepShape
 from runtime.execution.warm_up import largest_step
@@ -95,6 +98,29 @@ def test_a_pool_takes_no_memory_before_it_is_used() -> None:
 def test_an_option_wins_over_what_would_fit() -> None:
     config = RunnerConfig(max_total_tokens=160)
     assert total_tokens(config, gpu(10**9), MODEL, 16, work=10**9) == 160
+
+
+def test_saved_states_take_half_as_much_as_the_pool_or_what_an_option_says() -> None:
+    weights: Any = dict.fromkeys(("qkvz", "rates", "conv", "a_log", "dt_bias", "norm", "out"))
+    mixer = GatedDeltaNet(key_heads=1, value_heads=1, key_dim=8, value_dim=8, kernel=4, **weights)
+    model = replace(MODEL, layers=(*MODEL.layers, (Block(mixer=mixer, norm=None),)))
+    each = 4 * (3 * 24 + 8 * 8)
+    assert bytes_per_state(model) == each
+    asked = RunnerSizes(page_size=1, total_tokens=0, rows=4, context_length=64)
+    left = 5000 * PER_TOKEN
+
+    def sizes(device: Device, slots: int | None, **options: Any) -> tuple[int, int]:
+        made = pool_sizes(RunnerConfig(**options), device, model, asked, 0, slots)
+        return made.total_tokens, made.state_slots
+
+    tokens, slots = sizes(gpu(100_000 + left), None)
+    assert slots == left // 3 // each
+    assert left - PER_TOKEN < tokens * PER_TOKEN + slots * each <= left
+    assert sizes(gpu(100_000 + left), 100) == ((left - 100 * each) // PER_TOKEN, 100)
+    unlimited = make_device(CpuOps())
+    assert sizes(unlimited, None) == (32768, 32768 * PER_TOKEN // 2 // each)
+    assert sizes(unlimited, 0, max_total_tokens=600) == (600, 0)
+    assert sizes(unlimited, None, max_total_tokens=10) == (10, 8)
 
 
 def test_where_steps_take_more_than_the_rest_the_pool_gives_way() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,10 @@ from runtime.execution.kv_pool import bytes_per_state
 from runtime.execution.kv_sizing import check_memory
 from runtime.execution.model_runner import ModelRunner
 from runtime.offload.build import build_tier
+from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 from tests.ops.gpu.tiny_decoder import queued
-from tests.runtime.execution.drivers import run
+from tests.runtime.execution.drivers import request, run
 from tests.runtime.models.test_greedy_by_family import PROMPTS, requests, tokens
 from tests.runtime.models.tiny_models import (
     Probe,
@@ -131,7 +131,7 @@ def built(folder: Path, kernels: str = "auto") -> ModelRunner:
 
 def scheduler(**options: Any) -> Scheduler:
     config = {"capacity_tokens": 2048, "context_length": 512, "page_size": 2}
-    config |= {"max_running_requests": 8, "disable_radix_cache": True}
+    config |= {"max_running_requests": 8, "recurrent": True, "state_slots": 8, "state_interval": 10}
     return Scheduler(SchedulerConfig(**{**config, **options}))
 
 
@@ -156,12 +156,13 @@ def test_greedy_tokens_on_every_path_equal_transformers(
         for overlap in (True, False):
             chunked = scheduler(chunked_prefill_size=chunk)
             assert generated(runner, chunked, overlap=overlap) == whole
+            again = run(chunked, runner, requests(), overlap=overlap, check=False)
+            assert tokens(again) == whole
+            assert again.cached_tokens > 100
+    without = scheduler(chunked_prefill_size=7, disable_radix_cache=True)
+    assert generated(runner, without) == whole
     tight = scheduler(chunked_prefill_size=64, capacity_tokens=240, schedule_conservativeness=0.001)
-    # Where outputs are known to be so long, nobody is admitted who would have to make way.
-    unknown = [
-        replace(made, sampling=replace(made.sampling, ignore_eos=False)) for made in requests()
-    ]
-    retracted = run(tight, runner, unknown, check=False)
+    retracted = run(tight, runner, requests(), check=False)
     assert tokens(retracted) == whole
     assert retracted.retractions > 0
 
@@ -189,6 +190,29 @@ def test_steps_that_fail_leave_the_states_of_before(
     assert {"mixed", "decode"} <= set(lost)
 
 
+@pytest.mark.parametrize("slots", [0, 1, 8])
+def test_a_cached_prompt_goes_on_from_its_deepest_saved_state(
+    runner: ModelRunner, slots: int
+) -> None:
+    """Behind the last page border of the same prompt, and behind a multiple of the interval of one
+    that only begins alike; of one slot the newest state alone is left."""
+    prompt, other = random_tokens(75, seed=5), random_tokens(75, seed=6)
+    other[:50] = prompt[:50]
+
+    def answer(tokens: list[int], scheduler: Scheduler) -> tuple[list[int], int]:
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=9)
+        result = run(scheduler, runner, [request("a", tokens, sampling)])
+        return result.outputs["a"].token_ids, result.cached_tokens
+
+    whole = scheduler(chunked_prefill_size=0, disable_radix_cache=True)
+    (wanted, _), (other_wanted, _) = answer(prompt, whole), answer(other, whole)
+    made = scheduler(chunked_prefill_size=16, state_slots=slots, state_interval=20)
+    assert answer(prompt, made) == (wanted, 0)
+    assert answer(prompt, made) == (wanted, 74 if slots else 0)
+    assert answer(other, made) == (other_wanted, 40 if slots == 8 else 0)
+    assert answer(other, made) == (other_wanted, 74 if slots else 0)
+
+
 def test_what_predicts_further_tokens_is_not_read(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen3_next", **SHAPE)
     path = tmp_path / "model.safetensors"
@@ -204,12 +228,15 @@ def test_what_rows_keep_is_told_and_counted(tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3_next", **SHAPE)
     runner = open_runner(tmp_path)
     runner.close()
-    assert runner.info.recurrent
     inputs, matrices = 3 * (2 * 2 * 8 + 6 * 12), 6 * 8 * 12
     assert bytes_per_state(runner.decoder.model) == 3 * 4 * (inputs + matrices)
     states = sum(tensor.nbytes for cache in runner.memory.pool.caches for tensor in cache)
     states -= sum(tensor.nbytes for tensor in runner.memory.pool.tensors())
-    assert states == 9 * 3 * 4 * (inputs + matrices)  # of 8 rows and of padding
+    # Of 8 rows, of padding, and half as much as KV takes.
+    each = 3 * 4 * (inputs + matrices)
+    saved = 4096 * (2 * 2 * 16 * 4) // 2 // each
+    assert runner.info.state_slots == saved
+    assert states == (9 + saved) * each
     small: Any = SimpleNamespace(memory_bytes=lambda: 1, kv_dtype=torch.float32)
     with pytest.raises(ConfigError, match=f"recurrent states of {states:,}"):
         check_memory(runner.sizes, small, runner.decoder.model)

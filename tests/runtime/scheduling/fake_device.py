@@ -7,9 +7,10 @@ early, stale tables and KV that a failed step was to write all show up as wrong 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from runtime.request import Request
 from runtime.runner import StepOutput
 from runtime.scheduling.kv_tier import PageLoad
 from runtime.scheduling.schedule_batch import ScheduleBatch
@@ -30,19 +31,28 @@ class FakeDevice:
     """Runs batches in launch order; returns scripted tokens.
 
     A KV slot holds a hash of everything its content depends on: the namespace, and all tokens up to
-    its position; or RUBBISH, which nobody may read; or SPOILT.
+    its position; or RUBBISH, which nobody may read; or SPOILT. So does a slot of `states`, for the
+    last token that the state has seen; a request's own is in the slot of its row.
 
     Args:
         script: (request id, output index) to the token that is sampled.
+        recurrent: rows have states, without which they cannot go on.
 
     Attributes:
         spoilers: by request id, in which of its admissions it computes no numbers; None: in all.
     """
 
     def __init__(
-        self, page_size: int, rows: int, script: Callable[[str, int], int] = scripted_token
+        self,
+        page_size: int,
+        rows: int,
+        script: Callable[[str, int], int] = scripted_token,
+        *,
+        recurrent: bool = False,
     ) -> None:
         self.page_size = page_size
+        self.states: dict[int, int] | None = {} if recurrent else None
+        self.begun_from: dict[tuple[str, int], int] = {}  # by run: the saved state's place
         self.table: list[dict[int, int]] = [{} for _ in range(rows + 1)]
         self.slots: dict[int, int] = {}
         self.next_tokens: dict[int, int] = {}
@@ -64,8 +74,15 @@ class FakeDevice:
         trace = self._traces[batch.step] = _Trace()
         self._write_table(batch, trace)
         assert len(set(batch.rows)) == len(batch.rows), "two rows of a step share a table row"
+        for made in batch.restore:
+            self._compute_state(batch, batch.requests.index(made))
+        begun = [self._begin(batch, b, trace) for b in range(len(batch.requests))]
         chains = [self._store(batch, b, trace) for b in range(len(batch.requests))]
         spoilt = [self._read(batch, b, chain, trace) for b, chain in enumerate(chains)]
+        spoilt = [
+            self._go_on(batch, b, *row, trace)
+            for b, row in enumerate(zip(begun, chains, spoilt, strict=True))
+        ]
         tokens = [self._sample(batch, i, b) for i, b in enumerate(batch.sampled)]
         failed = {i: NO_NUMBER for i, b in enumerate(batch.sampled) if spoilt[b]}
         return StepOutput(tokens, failed=failed)
@@ -96,7 +113,7 @@ class FakeDevice:
         slots = [self._slot(batch.rows[b], p) for p in range(start, start + length)]
         self.slots.update(zip(slots, chain[start:], strict=True))
         name, admission = request.request_id, request.scheduling.admissions
-        if self.spoilers.get(name, -1) in (None, admission):
+        if self._is_spoiler(request):
             self.slots.update(dict.fromkeys(slots, SPOILT))
         self._writer.update(dict.fromkeys(slots, (name, admission, batch.step)))
         self._sound.difference_update(slots)
@@ -117,6 +134,84 @@ class FakeDevice:
         if differs:
             self.slots.update(dict.fromkeys(trace.written[b], SPOILT))
         return bool(differs)
+
+    # Recurrent states. In the books of who wrote what, and what was numbers, they stand below zero.
+
+    def _compute_state(self, batch: ScheduleBatch, b: int) -> None:
+        """A row's state is computed anew from its tokens before the step, over the KV of these."""
+        if self.states is None:
+            return
+        request, row, start = batch.requests[b], batch.rows[b], batch.prefix_lens[b]
+        history = [*request.input_ids, *request.output_ids][:start]
+        chain = chain_of(request.namespace, history)
+        found = [self.slots[self._slot(row, position)] for position in range(start)]
+        assert all(kv in (SPOILT, want) for kv, want in zip(found, chain, strict=True))
+        numbers = found == chain and not self._is_spoiler(request)
+        self.states[row] = ([RUBBISH, *chain])[-1] if numbers else SPOILT
+        self._note_written(-row, request, batch.step)
+
+    def _begin(self, batch: ScheduleBatch, b: int, trace: _Trace) -> int | None:
+        """What is in the state that a row goes on from; None: it begins with none."""
+        row, request = batch.rows[b], batch.requests[b]
+        saved = dict(zip(batch.state_rows, batch.state_slots, strict=True))
+        slot = saved.get(b, row)
+        if self.states is None or not batch.prefix_lens[b]:
+            trace.state_read.append(None)
+            return None
+        if b in saved:
+            self.begun_from[request.request_id, request.scheduling.admissions] = -slot
+        trace.state_read.append(-slot)
+        return self.states.get(slot, RUBBISH)
+
+    def _go_on(
+        self,
+        batch: ScheduleBatch,
+        b: int,
+        begun: int | None,
+        chain: list[int],
+        spoilt: bool,
+        trace: _Trace,
+    ) -> bool:
+        """Leaves a row's state in its slot and where it is saved; returns whether that, and what the
+        row has computed, is no number."""
+        trace.states.append([])
+        if self.states is None:
+            return spoilt
+        request, start = batch.requests[b], batch.prefix_lens[b]
+        if begun is not None:
+            name = f"step {batch.step}, {request.request_id}"
+            assert begun in (SPOILT, chain[start - 1]), f"{name}: the state of other tokens"
+        if begun == SPOILT and not spoilt:
+            self.slots.update(dict.fromkeys(trace.written[b], SPOILT))
+            spoilt = True
+        left = {batch.rows[b]: len(chain)}
+        saves = zip(batch.save_rows, batch.save_tokens, batch.save_slots, strict=True)
+        left |= {slot: start + tokens for row, tokens, slot in saves if row == b}
+        for slot, position in left.items():
+            self.states[slot] = SPOILT if spoilt else chain[position - 1]
+            self._note_written(-slot, request, batch.step)
+        trace.states[-1].extend(-slot for slot in left)
+        return spoilt
+
+    def _note_written(self, place: int, request: Request, step: int) -> None:
+        self._writer[place] = (request.request_id, request.scheduling.admissions, step)
+        self._sound.discard(place)
+
+    def _is_spoiler(self, request: Request) -> bool:
+        return self.spoilers.get(request.request_id, -1) in (None, request.scheduling.admissions)
+
+    def _put(self, places: Iterable[int], value: int) -> None:
+        """Args: places: KV slots, and state slots below zero."""
+        for place in places:
+            if place >= 0:
+                self.slots[place] = value
+            elif self.states is not None:
+                self.states[-place] = value
+
+    def _content(self, place: int) -> int:
+        if place >= 0:
+            return self.slots[place]
+        return RUBBISH if self.states is None else self.states[-place]
 
     def _sample(self, batch: ScheduleBatch, i: int, b: int) -> int:
         request = batch.requests[b]
@@ -143,8 +238,7 @@ class FakeDevice:
             trace = self._traces.pop(batch.step, None)
             if trace is None:
                 continue  # it was never launched
-            for slot in [slot for slots in trace.written for slot in slots]:
-                self.slots[slot] = RUBBISH
+            self._put([place for row in (*trace.written, *trace.states) for place in row], RUBBISH)
             for row in batch.rows:
                 self.next_tokens[row] = -1
             for row, index, before in trace.table if not tables else ():
@@ -156,21 +250,23 @@ class FakeDevice:
         """What a row has written is rubbish, that of a prompt's earlier chunks included but for what
         others have had tokens from, and so is what later steps in flight have built on that; returns
         whose rows of them."""
-        bad = set(self._traces[batch.step].written[b])
+        bad = {*self._traces[batch.step].written[b], *self._traces[batch.step].states[b]}
         if b < batch.num_prefill:
             made = batch.requests[b]
             run = made.request_id, made.scheduling.admissions
             bad = {slot for slot, writer in self._writer.items() if writer[:2] == run}
             bad -= self._sound
             self.tier.spoil(run)
-        self.slots.update(dict.fromkeys(bad, RUBBISH))
+        self._put(bad, RUBBISH)
         spoilt = set()
         for other in later:
             trace = self._traces.get(other.step, _Trace())  # none where it was never run
             for row, made in enumerate(other.requests[: len(trace.read)]):
-                if any(self.slots[slot] == RUBBISH for slot in trace.read[row]):
+                before = trace.state_read[row]
+                read = trace.read[row] if before is None else [*trace.read[row], before]
+                if any(self._content(place) == RUBBISH for place in read):
                     spoilt.add(made.request_id)
-                    self.slots.update(dict.fromkeys(trace.written[row], RUBBISH))
+                    self._put([*trace.written[row], *trace.states[row]], RUBBISH)
         return spoilt
 
     # The tier below the pool
@@ -193,23 +289,27 @@ class FakeDevice:
 
     def gave_numbers(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
         """These rows of a step gave a token: what they have read was numbers."""
+        trace = self._traces[batch.step]
         for b in rows:
-            self._sound.update(self._traces[batch.step].read[b])
+            before = trace.state_read[b]
+            self._sound.update(trace.read[b] if before is None else [*trace.read[b], before])
 
     def written_by_others(self, batch: ScheduleBatch, b: int) -> dict[int, tuple[str, int, int]]:
         """What a row of a step has read that it had not computed itself since it was admitted: slots
-        with their writers."""
+        with their writers; a state that it began from among them."""
         made = batch.requests[b]
         run = made.request_id, made.scheduling.admissions
         read = self._traces[batch.step].read[b]
+        if run in self.begun_from:
+            read = [*read, self.begun_from[run]]
         writers = {slot: self._writer.get(slot, NOBODY) for slot in read}
         return {slot: writer for slot, writer in writers.items() if writer[:2] != run}
 
     def condemn(self, writers: dict[int, tuple[str, int, int]]) -> bool:
         """Where these slots still hold what is no number, it is known now; returns whether any do."""
         still = [slot for slot, writer in writers.items() if self._writer.get(slot) == writer]
-        known = dict.fromkeys([slot for slot in still if self.slots[slot] == SPOILT], RUBBISH)
-        self.slots.update(known)
+        known = [slot for slot in still if self._content(slot) == SPOILT]
+        self._put(known, RUBBISH)
         return bool(known)
 
     def has_run(self, batch: ScheduleBatch) -> bool:
@@ -250,10 +350,13 @@ class FakeTier:
 
 @dataclass
 class _Trace:
-    """What a step did: slots per row, and (row, index, page before) of the table."""
+    """What a step did: slots per row, and (row, index, page before) of the table. States: those
+    written, and the one that the row went on from."""
 
     written: list[list[int]] = field(default_factory=list)
     read: list[list[int]] = field(default_factory=list)
+    states: list[list[int]] = field(default_factory=list)
+    state_read: list[int | None] = field(default_factory=list)
     table: list[tuple[int, int, int]] = field(default_factory=list)
 
 

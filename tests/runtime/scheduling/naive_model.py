@@ -2,7 +2,7 @@
 
 Written from the rules, not from the scheduler: it follows every call from outside, by the tokens of
 requests and the launched batches. The recount of pages and rows is `NaiveBooks`, pins are
-`NaivePins`.
+`NaivePins`, recurrent states `NaiveStates`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.fake_device import FakeDevice
 from tests.runtime.scheduling.naive_books import NaiveBooks
 from tests.runtime.scheduling.naive_pins import NaivePins
+from tests.runtime.scheduling.naive_states import NaiveStates
 
 
 @dataclass
@@ -70,6 +71,7 @@ class NaiveModel:
         self.cache = cache
         self.books = NaiveBooks(scheduler, device)
         self.pins = NaivePins(self.books)
+        self.states = NaiveStates(self.books)
         self.lives: dict[str, Life] = {}
         self.acquitted = 0
         self._owed: dict[str, tuple[Any, ...]] = {}  # rows to be tried again
@@ -110,6 +112,10 @@ class NaiveModel:
             self._owed.clear()
             self._check_order(batch)
         before = {name: life.progress for name, life in self.lives.items()}
+        prompts = batch.requests[: batch.num_prefill]
+        started = [made for made in prompts if not self.lives[made.request_id].cut]
+        alone = [life.request for life in self.lives.values() if life.suspects is not None]
+        self.states.look_at(batch, started, alone)
         self._follow(batch)
         self.books.launch(batch, before)
 
@@ -309,6 +315,7 @@ class NaiveModel:
         """Every invariant, from scratch."""
         self.books.check()
         self.pins.check()
+        self.states.check()
 
 
 def rows_of(batch: ScheduleBatch) -> list[tuple[Any, ...]]:

@@ -79,7 +79,12 @@ class Driver:
     ) -> None:
         self.config = scheduler_config or config()
         self.scheduler = Scheduler(self.config)
-        self.device = FakeDevice(self.config.page_size, self.config.max_running_requests, script)
+        self.device = FakeDevice(
+            self.config.page_size,
+            self.config.max_running_requests,
+            script,
+            recurrent=self.config.recurrent,
+        )
         self.overlap = overlap
         self.now = 0.0
         self.step_s = step_s

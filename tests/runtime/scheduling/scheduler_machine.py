@@ -338,3 +338,31 @@ class TieredMachine(SchedulerMachine):
         if hasattr(self, "driver"):
             type(self).loaded_tokens += self.scheduler.counters.loaded_tokens
             type(self).failed_loads += self.scheduler.counters.failed_loads
+
+
+class RecurrentMachine(SchedulerMachine):
+    """The same for a model whose cached prefixes are of use only where a state is saved."""
+
+    steps = 0
+    cached_tokens = 0
+    acquitted = 0
+
+    @initialize(
+        made=configs(),
+        slots=st.sampled_from([0, 2, 20]),
+        interval=st.sampled_from([1, 20, 100]),
+        overlap=st.booleans(),
+        guilty=st.sampled_from([0, 0, 7]),
+    )
+    def start(
+        self, made: SchedulerConfig, slots: int, interval: int, overlap: bool, guilty: int
+    ) -> None:
+        made = replace(
+            made, recurrent=True, kv_tier_pages=0, state_slots=slots, state_interval=interval
+        )
+        super().start(made=made, overlap=overlap, guilty=guilty)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "driver"):
+            type(self).cached_tokens += self.scheduler.counters.cached_tokens

@@ -10,7 +10,11 @@ from runtime.runner import StepOutput
 from tests.runtime.scheduling.naive_model import NaiveModel
 from tests.runtime.scheduling.random_lives import lives
 from tests.runtime.scheduling.scheduler_harness import EOS, Driver, request
-from tests.runtime.scheduling.scheduler_machine import SchedulerMachine, TieredMachine
+from tests.runtime.scheduling.scheduler_machine import (
+    RecurrentMachine,
+    SchedulerMachine,
+    TieredMachine,
+)
 
 STEPS = 20_000
 
@@ -29,6 +33,13 @@ def test_random_lives_over_a_tier_break_no_rule() -> None:
     run_state_machine_as_test(TieredMachine, settings=lives(60))
     assert TieredMachine.loaded_tokens > 0
     assert TieredMachine.failed_loads > 0
+
+
+@pytest.mark.slow
+def test_random_lives_with_recurrent_states_break_no_rule() -> None:
+    RecurrentMachine.steps = RecurrentMachine.cached_tokens = RecurrentMachine.acquitted = 0
+    run_state_machine_as_test(RecurrentMachine, settings=lives(60))
+    assert RecurrentMachine.cached_tokens > 0
 
 
 def test_an_ended_request_lets_go_of_what_a_failed_step_put_into_the_cache() -> None:

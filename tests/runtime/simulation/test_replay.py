@@ -88,6 +88,22 @@ def test_chunks_by_time_are_replayed_from_the_measurement_of_the_run(tmp_path: P
     assert replay(trace, other).difference is not None
 
 
+def test_saved_recurrent_states_are_replayed(tmp_path: Path) -> None:
+    config = live_config(recurrent=True, state_slots=5, state_interval=16)
+    path = tmp_path / "recurrent.jsonl"
+    LiveTraffic(config, path, seed=5).run(200)
+    trace = read_trace(path)
+    assert config_from(trace.options) == config
+    report = replay(trace, config_from(trace.options))
+    assert report.difference is None
+    assert report.steps >= 200
+    plans = [event["batch"] for event in events_of(path, "plan") if event["batch"]]
+    assert any("state_slots" in batch for batch in plans)
+    assert any("save_slots" in batch for batch in plans)
+    fewer = config_from(trace.options, {"state_slots": 2})
+    assert replay(trace, fewer).difference is not None
+
+
 def test_replay_is_the_same_to_the_byte(recorded: tuple[Path, LiveTraffic]) -> None:
     path, _ = recorded
     trace = read_trace(path)
