@@ -38,7 +38,7 @@ def all_paths() -> list[str]:
 
 def paths_to_test() -> list[Any]:
     """All that this machine has; those that it would not serve with take their time."""
-    paths = build.available_paths() or ["none"]
+    paths = all_paths() or ["none"]
     return [paths[0], *(pytest.param(path, marks=pytest.mark.slow) for path in paths[1:])]
 
 

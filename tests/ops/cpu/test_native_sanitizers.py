@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ops.cpu import build
+from tests.ops.cpu.conftest import NARROW_VNNI, all_paths
 
 FOLDER = Path(__file__).parent
 MEMORY = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -fno-omit-frame-pointer"
@@ -77,7 +78,8 @@ def check_under(
     }
     command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x"]
     command.append("--capture=sys")  # a report comes from C and ends the process
-    command += ["-k", " or ".join(paths), *files]
+    names = [f"[{path}{end}" for path in paths for end in ("-", "]")]
+    command += ["-k", " or ".join(names), *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "passed" in done.stdout
@@ -112,6 +114,15 @@ def test_the_kernels_stay_inside_their_memory() -> None:
     files = [str(p) for p in sorted(FOLDER.glob("test_native_*.py")) if p != Path(__file__)]
     # The first path and the last share no vector code.
     chosen = sorted({paths[0], paths[-1]})
+    check_under(MEMORY, runtimes("libasan.so", "libubsan.so"), files, chosen, [])
+
+
+def test_layers_of_the_other_paths_stay_inside_their_memory() -> None:
+    """Of those whose layers share no code with the first path or the last."""
+    chosen = [path for path in ("avx512", NARROW_VNNI) if path in all_paths()[1:]]
+    if not chosen:
+        pytest.skip("this CPU has no such path")
+    files = [str(FOLDER / "test_native_linear.py")]
     check_under(MEMORY, runtimes("libasan.so", "libubsan.so"), files, chosen, [])
 
 
