@@ -10,16 +10,29 @@ skipped says why.
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).resolve().parent
 CHECKS = re.compile(r"_?(check|assert)(_|$)|(raises|warns|fail)$", re.IGNORECASE)
 LONGEST_LOOK_S = 0.5  # between two looks
 TAKES_TIME = {"sim_runner.py"}  # a device: its steps take as long as they are told to
 VIRTUAL_TIME = "world/"  # where to sleep is to set a clock
+
+
+@pytest.fixture(scope="module", autouse=True)
+def syntax_trees():
+    """A million objects, none of which is garbage before the last test here is over."""
+    gc.disable()
+    yield
+    for kept in (trees, nodes, helpers):
+        kept.cache_clear()
+    gc.enable()
 
 
 @cache

@@ -8,6 +8,7 @@ the files that own a device ask what kind it is.
 from __future__ import annotations
 
 import ast
+import gc
 import resource
 import subprocess
 import sys
@@ -43,6 +44,15 @@ TOP_LEVEL = {"server", "runtime", "ops", "tests", "scripts", "docs", "deploy"}
 TOP_LEVEL |= {"README.md", "LICENSE", "CHANGELOG.md"}
 TOP_LEVEL |= {"pyproject.toml", ".ci", ".gitignore", ".pre-commit-config.yaml"}
 MADE_BY_TOOLS = {"build", "dist", "__pycache__", ".git", ".venv", ".venv.lock"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def syntax_trees():
+    """A million objects, none of which is garbage before the last test here is over."""
+    gc.disable()
+    yield
+    nodes.cache_clear()
+    gc.enable()
 
 
 def sources() -> list[str]:

@@ -211,6 +211,7 @@ def test_a_token_is_the_same_alone_to_the_bit_on_native_kernels(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+@pytest.mark.sampled(1)
 def test_a_token_is_the_same_alone_to_the_bit_on_a_gpu(dtype: torch.dtype) -> None:
     """In tiles of another number of rows, and beside other experts' tokens."""
     ops = load("gpu")

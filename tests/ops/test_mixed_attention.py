@@ -80,6 +80,7 @@ def problem_of(feature: str) -> Problem:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.sampled(5)
 def test_every_row_gets_what_it_gets_alone(feature: str, ops: Backend) -> None:
     problem = problem_of(feature)
     step = split(problem)

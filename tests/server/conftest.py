@@ -12,10 +12,13 @@ import pytest
 from server.formats import model_format
 from server.formats.template_traits import find_traits
 from tests.process.server_process import ServerProcess
-from tests.server.server_kit import CHATML_TOOLS, Served, sim_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.server.server_kit import Served
+
+# What a test does not use it does not import: the official clients take two seconds.
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,6 +32,8 @@ def traits_are_found_once():
 @pytest.fixture(scope="session")
 def sim() -> Iterator[Served]:
     """A simulated model whose chat template knows no tools."""
+    from tests.server.server_kit import sim_server
+
     with sim_server() as served:
         yield served
 
@@ -36,6 +41,8 @@ def sim() -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def thinker() -> Iterator[Served]:
     """A simulated model whose chat template knows tools, and which reasons in <think> marks."""
+    from tests.server.server_kit import CHATML_TOOLS, sim_server
+
     with sim_server(CHATML_TOOLS, reasoning_parser="qwen3") as served:
         yield served
 
@@ -43,6 +50,8 @@ def thinker() -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def real() -> Iterator[Served]:
     """The embedded model, in a process of its own."""
+    from tests.server.server_kit import Served
+
     with ServerProcess("--port", "0", "--dtype", "bfloat16") as process:
         url = process.url()
         served = Served(url)

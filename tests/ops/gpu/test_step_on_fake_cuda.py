@@ -148,6 +148,7 @@ STEPS = {
 
 @pytest.mark.parametrize("sampling", [PLAIN, EVERYTHING], ids=["greedy", "everything"])
 @pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.sampled(6)
 def test_a_step_neither_waits_nor_mixes_devices(
     kind: str, sampling: SamplingParams, runner: ModelRunner
 ) -> None:

@@ -35,6 +35,7 @@ def empty_pools(slots: int, heads: int, dim: int, kind: str) -> tuple[Any, Any, 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
 @pytest.mark.parametrize(("heads", "dim"), [(1, 64), (3, 80)])
+@pytest.mark.sampled(4)
 def test_codes_and_scales_are_those_of_the_reference(
     heads: int, dim: int, dtype: torch.dtype, kind: str
 ) -> None:
@@ -98,6 +99,7 @@ def test_heads_are_placed_as_codes_in_one_launch(
     ],
     ids=["plain", "window", "cap_and_sinks"],
 )
+@pytest.mark.sampled(3)
 def test_attention_over_codes_equals_the_reference(
     head_dim: int, group: int, dtype: torch.dtype, options: dict[str, Any], kind: str
 ) -> None:

@@ -249,6 +249,7 @@ def test_all_steps_together_keep_their_order() -> None:
     "options", [{"temperature": 0.0}, {}, {"top_k": 9, "min_p": 0.05}], ids=str
 )
 @pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalties"])
+@pytest.mark.sampled(2)
 def test_bfloat16_logits_give_the_tokens_of_their_float32_values(
     options: dict, penalised: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""Values that files should not hold, and what may come of them: a model, or one sentence."""
+"""Values that files should not hold, and what may come of them: what they hold, or one sentence."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import math
 import time
 
 from runtime.errors import ModelError
-from runtime.models.family import Family
-from runtime.models.registry import read_family
-from runtime.models.rope import RopeSpec
-from runtime.rope_layout import RopeLayout
 
 MISSING = object()
 WRONG = [
@@ -35,16 +31,3 @@ def outcome(work) -> str | None:
     finally:
         assert time.process_time() - begin < 5
     return None
-
-
-def read_model(config):
-    """The family of a config, its rope tables made."""
-    family = read_family(config)
-    for rope in ropes(family):
-        rope.table(RopeLayout(min(family.context_length, 24)))
-    return family
-
-
-def ropes(family: Family) -> list[RopeSpec]:
-    """The rotary embeddings of a model, each once."""
-    return list({id(rope): rope for rope in family.ropes}.values())

@@ -21,8 +21,9 @@ from runtime.checkpoints.gguf_tokenizer import build_tokenizer, write_tokenizer
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.checkpoints.safetensors_file import SafetensorsFile
 from tests.effort import tries
-from tests.runtime.checkpoints.damage import MISSING, WRONG, outcome, read_model
+from tests.runtime.checkpoints.damage import MISSING, WRONG, outcome
 from tests.runtime.checkpoints.tiny_models import make_llama, write_folder, write_gguf
+from tests.runtime.models.read_model import read_model
 from tests.values import present
 
 # GGUF

@@ -234,6 +234,7 @@ LIES: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.sampled(4)
 def test_a_file_that_lies_about_a_weight_is_packed_anew(lie, model, cache, monkeypatch, caplog):
     """One whose index is whole, and says what cannot be."""
     want = logits(model, cache)

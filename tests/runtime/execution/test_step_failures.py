@@ -150,6 +150,7 @@ def test_others_get_the_tokens_of_an_undisturbed_run(
 
 
 @pytest.mark.parametrize("part", ["forward", "sample", "output"])
+@pytest.mark.sampled(5)
 def test_a_failure_by_chance_changes_nothing(
     runner: ModelRunner,
     wanted: dict[str, Generated],

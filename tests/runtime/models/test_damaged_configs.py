@@ -14,7 +14,8 @@ from transformers import CONFIG_MAPPING
 
 from runtime.models.registry import FAMILIES
 from runtime.rope_layout import RopeLayout
-from tests.runtime.checkpoints.damage import MISSING, WRONG, outcome, read_model, ropes
+from tests.runtime.checkpoints.damage import MISSING, WRONG, outcome
+from tests.runtime.models.read_model import read_model, ropes
 
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.0},

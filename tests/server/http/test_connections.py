@@ -69,7 +69,7 @@ SLOW = {"prompt": "a", "max_tokens": 30, "ignore_eos": True}
 )
 def test_a_client_that_ends_its_side_gets_its_answer(run, request_, answer):
     async def main():
-        runner = fake_runner(step_seconds=lambda batch: 0.01)
+        runner = fake_runner(step_seconds=lambda batch: 0.004)
         async with fake_server(runner=runner) as server:
             given = await exchange(server, request_, half_close=True)
             assert re.search(answer, given)

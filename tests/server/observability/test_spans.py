@@ -203,6 +203,7 @@ async def test_a_failed_request_and_a_client_that_left_are_errors():
     assert all(span.status.code == Status.STATUS_CODE_ERROR for span in wholes)
 
 
+@pytest.mark.slow  # it is asked again for two seconds
 async def test_without_a_collector_the_queue_is_bounded_and_serving_goes_on():
     with collector() as found:
         gone = found.address
