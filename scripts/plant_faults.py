@@ -38,7 +38,7 @@ from scripts._planted_faults import AREAS, LEFT_OUT, PLANTS, Plant
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("server", "runtime", "ops", "tests", "scripts", "pyproject.toml", "README.md", "docs")
 # A mistake that makes the tests take so many times as long as without it has made them hang.
-PATIENCE, LEAST_PATIENCE_S = 4, 60
+PATIENCE, LEAST_PATIENCE_S = 3, 60
 # What tests import beside this project: once for all, since each mistake has a fork of its own.
 LIBRARIES = (
     "aiohttp",
