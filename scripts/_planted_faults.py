@@ -79,6 +79,7 @@ AREAS = {
         "tests/server/grammars/test_grammars.py",
         "tests/server/grammars/test_grammar_limits.py",
         "tests/server/grammars/test_grammar_waiting.py",
+        "tests/server/generation/test_token_masks.py",
         "tests/server/api/test_hostile_bodies.py",
     ),
     "sampler": (
@@ -351,7 +352,7 @@ PLANTS = [
         "server/generation/stop_rules.py",
         (
             "end - automaton.depth[state] > best[0]:",
-            "end - automaton.depth[state] >= best[0] + 1 + len(undecided):",
+            "end - automaton.depth[state] >= best[0]:",
         ),
         (
             "(other[0], -other[1]) < (best[0], -best[1])",

@@ -13,7 +13,7 @@ from scipy import stats
 
 import ops
 from ops.op_set import Penalties, SamplingTensors
-from ops.reference import philox_uniform
+from ops.reference import filter_logits, philox_uniform
 
 BACKENDS = ["reference", "cpu"]
 LOGITS = [1.2, -0.3, 0.8, 0.8, -2.0, 2.1, 0.0, 0.5, -1.0, 1.9, -3.0, 0.1]
@@ -190,6 +190,13 @@ def test_draws_follow_the_exact_probabilities(backend: str, filters: dict[str, A
     logits = torch.tensor([LOGITS]).repeat(DRAWS, 1)
     got = ops.load(backend).sample(logits, tensors(DRAWS, **filters))
     assert_distribution(got, exact(LOGITS, **filters))
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3)])
+def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: int) -> None:
+    logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
+    left = filter_logits(logits, tensors(1, top_p=top_p)) > -math.inf
+    assert left[0].nonzero().flatten().tolist() == sorted([1, 2, 0][:kept])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from server.generation.bad_words import BadWords
+from server.generation.token_masks import token_masks
 from server.grammars.bits import forbid
 
 
@@ -41,3 +44,31 @@ def test_a_mask_that_leaves_only_bad_words_stays_as_it_was():
     bits = np.array([1 << 5, 0, 0], dtype=np.int32)
     ban(bits, [[5]], [])
     assert allowed(bits) == {5}
+
+
+async def test_a_mask_that_cannot_be_made_leaves_its_row_free_and_tells_whose_it_is():
+    class Choice:
+        masked = True
+
+        def __init__(self, name: str) -> None:
+            self.request = SimpleNamespace(request_id=name)
+
+        def fill_mask(self, bits) -> None:
+            bits.fill(6)
+            if self.request.request_id == "broken":
+                raise ValueError
+
+    live: Any = {name: Choice(name) for name in ("broken", "whole")}
+    requests = [choice.request for choice in live.values()]
+    batch: Any = SimpleNamespace(sampled=[0, 1], requests=requests)
+    failed = []
+    masks = await token_masks(
+        batch,
+        live,
+        64,
+        lambda choice, error: failed.append((choice, type(error))),
+    )
+    assert masks is not None
+    assert masks.rows == [0, 1]
+    assert masks.bits.tolist() == [[-1, -1], [6, 6]]
+    assert failed == [(live["broken"], ValueError)]
