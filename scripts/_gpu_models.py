@@ -131,6 +131,17 @@ class RandomReader:
         spread = deviation.get(name, shape[1] ** -0.5)
         return weight.normal_(0.0, spread, generator=self._generator)
 
+    def stacked(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        columns: tuple[int, ...],
+        *,
+        wide: bool = False,
+    ) -> Tensor:
+        parts = zip(names, rows, strict=True)
+        return torch.cat([self.take(name, (n, *columns), wide=wide) for name, n in parts])
+
     def shared(self, source: Source, make: Callable[[], Tensor]) -> Tensor:
         if id(source) not in self._shared:
             self._shared[id(source)] = make().to(self._where["device"])

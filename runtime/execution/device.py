@@ -39,6 +39,8 @@ DTYPES = {
     "float32": torch.float32,
 }
 
+_LARGE_BYTES = 1 << 20
+
 
 class Fence(Protocol):
     """A mark in the device's queue of work."""
@@ -199,13 +201,17 @@ def zeros(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -
     count = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not count:
         return torch.zeros(shape, device=device, dtype=dtype)
-    return torch.frombuffer(own_pages(count), dtype=dtype).view(shape)
+    pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def own_pages(count: int) -> mmap.mmap:
-    """Host memory that goes back to the system as a whole: of what is freed on the heap, all stays
-    taken that lies before something small. Zeros, taken when first touched."""
-    return mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def empty(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor of undefined content, for a while. A large one in the host's memory goes back to the
+    system when it is gone: on the heap it would stay taken as long as something small lies behind
+    it, which is half the size of a model after its layers have come and gone."""
+    large = math.prod(shape) * dtype.itemsize >= _LARGE_BYTES
+    make = zeros if large and device.type == "cpu" else torch.empty
+    return make(shape, device=device, dtype=dtype)
 
 
 def open_device(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.errors import ModelError
+from runtime.execution.device import empty
 from runtime.models.sources import replaced, sources_in
 
 if TYPE_CHECKING:
@@ -75,14 +76,39 @@ class _Reader:
 
     def take(self, name: str, shape: tuple[int, ...], *, wide: bool = False) -> Tensor:
         """Raises: ModelError: no such tensor, not of this shape, or not of a float type."""
+        taken = self._empty(shape, wide)
+        self._read(name, taken)
+        return taken
+
+    def stacked(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        columns: tuple[int, ...],
+        *,
+        wide: bool = False,
+    ) -> Tensor:
+        """See `WeightReader.stacked`."""
+        stack = self._empty((sum(rows), *columns), wide)
+        for name, part in zip(names, stack.split(rows), strict=True):
+            self._read(name, part)
+        return stack
+
+    def _empty(self, shape: tuple[int, ...], wide: bool) -> Tensor:
+        dtype = torch.float32 if wide else self._dtype
+        return empty(shape, device=self._device, dtype=dtype)
+
+    def _read(self, name: str, out: Tensor) -> None:
+        """Copies a tensor, since a view would keep the whole mapped file resident for as long as it
+        serves."""
         name = self.prefix + name
         info = self._checkpoint.tensors.get(name)
         if info is None:
             raise ModelError(f"{self._checkpoint.path}: has no tensor {name!r}")
-        if info.shape != shape:
+        if info.shape != out.shape:
             raise ModelError(
                 f"{self._checkpoint.path}: tensor {name!r} has shape {list(info.shape)},"
-                f" the config asks for {list(shape)}"
+                f" the config asks for {list(out.shape)}"
             )
         dtype = getattr(torch, info.dtype)
         if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
@@ -93,11 +119,8 @@ class _Reader:
         self._report()
         raw = self._checkpoint.read(name)
         self._left.pop(name, None)
-        tensor = torch.frombuffer(raw.buffer, dtype=dtype).view(raw.shape)
-        # A copy, since a view would keep the whole mapped file resident for as long as it serves.
-        copied = tensor.to(self._device, torch.float32 if wide else self._dtype, copy=True)
+        out.copy_(torch.frombuffer(raw.buffer, dtype=dtype).view(raw.shape))
         raw.release()
-        return copied
 
     def _report(self) -> None:
         if time.monotonic() - self._reported > _PROGRESS_S:

@@ -41,6 +41,17 @@ class WeightReader(Protocol):
         """
         ...
 
+    def stacked(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        columns: tuple[int, ...],
+        *,
+        wide: bool = False,
+    ) -> Tensor:
+        """Tensors of so many rows, one below the other. See `take`."""
+        ...
+
     def shared(self, source: Source, make: Callable[[], Tensor]) -> Tensor:
         """What `make` gave for this source at the layer that came first, on the device."""
         ...
@@ -114,13 +125,10 @@ class Linear(Source):
 
     def read(self, reader: WeightReader, suffix: str, *columns: int) -> Tensor:
         """The stack [sum of outputs, *columns], not packed."""
-        if len(self.names) == 1:
-            shape = (sum(self.outputs), *columns)
-            return reader.take(self.names[0] + suffix, shape, wide=self.wide)
-        parts = zip(self.names, self.outputs, strict=True)
-        return torch.cat(
-            [reader.take(name + suffix, (rows, *columns), wide=self.wide) for name, rows in parts]
-        )
+        names = tuple(name + suffix for name in self.names)
+        if len(names) == 1:
+            return reader.take(names[0], (sum(self.outputs), *columns), wide=self.wide)
+        return reader.stacked(names, self.outputs, columns, wide=self.wide)
 
 
 def loaded(described: Any, reader: WeightReader) -> Any:
