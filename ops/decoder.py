@@ -19,7 +19,7 @@ class DecoderModel:
 
     Args:
         vocab_size: ids that have logits; the embedding may have more rows.
-        embedding: [rows, H]. lm_head: linear, H -> V.
+        embedding: what `OpSet.embed` takes, of at least as many rows. lm_head: linear, H -> V.
         layers: the blocks of each layer of the checkpoint, in the order in which they run.
         embed_scale: factor on the embeddings; logit_scale: factor on the logits.
         logit_soft_cap: logits become cap * tanh(logits / cap) at the end; 0: off.

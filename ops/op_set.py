@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ops.coded_weight import CODE_SHAPES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -146,10 +148,13 @@ class Routing:
 
 
 class Expert(NamedTuple):
-    """One expert's weights: gate_up [2F, H], down [H, F], and biases [2F], [H] or None."""
+    """One expert's weights: gate_up [2F, H], down [H, F], and biases [2F], [H] or None.
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up and down are what `OpSet.pack_linear` takes.
+    """
+
+    gate_up: Any
+    down: Any
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -213,6 +218,28 @@ class SamplingTensors:
     mask_bits: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PackedEmbedding:
+    """An embedding that is kept as a linear layer's packed weight.
+
+    Args:
+        linear: [rows, H], of a kind whose rows the op set can unpack.
+        dtype: torch's name of the type of the rows.
+    """
+
+    linear: Any
+    dtype: str
+
+    def check(self, library: Any) -> None:
+        """For one whose linear layer, checked itself, comes from a file.
+
+        Raises: ValueError: its rows cannot be unpacked.
+        """
+        kind = getattr(self.linear, "kind", None)
+        if kind not in CODE_SHAPES or self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"embedding: rows of {kind!r} as {self.dtype!r}")
+
+
 class OpSet(Protocol):
     """The operations of one backend. See the module docstring for the conventions."""
 
@@ -224,8 +251,14 @@ class OpSet(Protocol):
         """A weight [N, K] (+ bias [N]) in the backend's own layout.
 
         The caller drops its reference to `weight` afterwards; a backend keeps it only if it has
-        no other layout. quantization: None, "int8" or "int4" where the backend has it.
+        no other layout. quantization: None, "int8" or "int4" where the backend has it. A backend
+        may take an `ops.coded_weight.CodedWeight` too, which it keeps as it is.
         """
+        ...
+
+    def embed(self, ids: Tensor, embedding: Any) -> Tensor:
+        """Rows ids [T] int64 of an embedding: [T, H] of a tensor [rows, H], or of what the backend
+        packed (`PackedEmbedding`)."""
         ...
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:

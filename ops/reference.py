@@ -414,6 +414,9 @@ class ReferenceOps:
             raise ValueError(f"quantization {quantization!r}: the reference has none")
         return weight, bias
 
+    def embed(self, ids: Tensor, embedding: Any) -> Tensor:
+        return F.embedding(ids, embedding)
+
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         weight, bias = packed
         wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())

@@ -142,6 +142,9 @@ class RandomReader:
         parts = zip(names, rows, strict=True)
         return torch.cat([self.take(name, (n, *columns), wide=wide) for name, n in parts])
 
+    def coded(self, names: tuple[str, ...], outputs: tuple[int, ...], inputs: int) -> None:
+        """None: there are no integers here."""
+
     def shared(self, source: Source, make: Callable[[], Tensor]) -> Tensor:
         if id(source) not in self._shared:
             self._shared[id(source)] = make().to(self._where["device"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ops.coded_weight import CODE_SHAPES, CODED_ROWS
 from ops.cpu import structs
 from ops.cpu.library import KINDS
 from ops.kv_codes import CODE_DTYPES
@@ -66,15 +68,30 @@ def _matches(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NativeLinear:
-    """A weight [n, k] in panels (csrc/linear.h), with its bias [n] in float32."""
+    """A weight [n, k] in panels (csrc/linear.h), with its bias [n] in float32.
 
-    panels: Tensor
+    Args:
+        panels: may hold more rows; None where there are parts.
+        parts: layers of quantized kinds without biases, one below the other, which make up this
+            one; whole panels in all but the last. `kind` is the first one's.
+    """
+
+    panels: Tensor | None
     bias: Tensor | None
     n: int
     k: int
     kind: str
+    parts: tuple[NativeLinear, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(part.kind for part in self.parts) or (self.kind,)
+
+    @cached_property
+    def _table(self) -> Any:
+        return (structs.Linear * len(self.parts))(*(part.struct() for part in self.parts))
 
     def check(self, library: Library) -> None:
         """For parts that come from a file.
@@ -85,6 +102,9 @@ class NativeLinear:
             raise ValueError(f"linear layer: kind {self.kind!r} of [{self.n!r}, {self.k!r}]")
         if not (0 < self.n < _MOST_SIZE and 0 < self.k < _MOST_SIZE):
             raise ValueError(f"linear layer: shape {[self.n, self.k]}")
+        if self.parts:
+            self._check_parts(library)
+            return
         expected = library.packed_bytes(KINDS[self.kind], self.n, self.k)
         parts = [("panels", self.panels, expected, torch.uint8)]
         if self.bias is not None:
@@ -94,10 +114,26 @@ class NativeLinear:
                 raise TypeError(f"linear layer: {name} {tensor!r}, expected a tensor")
             check(name, tensor, (size,), dtype)
 
+    def _check_parts(self, library: Library) -> None:
+        for part in self.parts:
+            part.check(library)
+            whole = part is self.parts[-1] or part.n % CODED_ROWS == 0
+            plain = part.bias is None and not part.parts and part.kind in CODE_SHAPES
+            if part.k != self.k or not whole or not plain:
+                raise ValueError(f"linear layer: a part [{part.n}, {part.k}] of {part.kind}")
+        if sum(part.n for part in self.parts) != self.n or self.parts[0].kind != self.kind:
+            raise ValueError(f"linear layer: parts that do not make [{self.n}, {self.k}]")
+        if self.panels is not None:
+            raise ValueError("linear layer: panels beside parts")
+        if self.bias is not None:
+            check("bias", self.bias, (self.n,), torch.float32)
+
     def struct(self) -> structs.Linear:
         """Points into this object, which must outlive it."""
         bias = None if self.bias is None else self.bias.data_ptr()
-        return structs.Linear(self.panels.data_ptr(), bias, self.n, self.k, KINDS[self.kind], 0)
+        panels = self.panels
+        where = ctypes.addressof(self._table) if panels is None else panels.data_ptr()
+        return structs.Linear(where, bias, self.n, self.k, KINDS[self.kind], len(self.parts))
 
 
 def head_dim_fits(dim: int) -> bool:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "q2_k": 4, "q3_k": 5, "q4_k": 6}
+KINDS |= {"q5_k": 7, "q6_k": 8, "q5_1": 9, "iq4_nl": 10, "iq4_xs": 11}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}
 
 _STATUS = {
@@ -41,6 +42,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "loom_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "loom_pack": (None, (c_void_p, c_int, c_void_p, c_int, *[c_int64] * 3, c_void_p)),
     "loom_checksum": (c_uint64, (c_void_p, c_void_p, c_int64)),
+    "loom_pack_codes": (
+        None,
+        (c_void_p, c_int, POINTER(structs.Codes), c_int64, c_int64, c_void_p),
+    ),
+    "loom_unpack_rows": (c_int, (c_void_p, _L, c_void_p, c_int64, c_int, c_void_p)),
     "loom_use_large_pages": (None, (c_void_p, c_int64)),
     "loom_linear": (None, (c_void_p, _L, c_void_p, c_int, c_int64, c_int64, c_void_p)),
     "loom_rms_norm": (

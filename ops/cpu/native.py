@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ops.cpu import native_experts
+from ops.coded_weight import CodedWeight
+from ops.cpu import native_codes, native_experts
 from ops.cpu.arguments import (
     FLOATS,
     POOLS,
@@ -27,6 +28,7 @@ from ops.cpu.library import ACTIVATIONS, KINDS, TYPES, Library
 from ops.cpu.native_decoder import NativeDecoder, fits
 from ops.cpu.native_experts import NativeExperts
 from ops.cpu.op_set import CpuOps
+from ops.op_set import PackedEmbedding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,8 +74,17 @@ class NativeOps(CpuOps):
         self.memory = PanelMemory(library)
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
+        self,
+        weight: Tensor | CodedWeight,
+        bias: Tensor | None = None,
+        *,
+        quantization: str | None = None,
     ) -> Any:
+        if isinstance(weight, CodedWeight):
+            if quantization is not None:
+                raise ValueError(f"quantization {quantization!r} of a weight of integers")
+            bias = None if bias is None else _checked_bias(bias, weight.n)
+            return native_codes.pack(self.library, self.memory.take, weight, bias)
         if quantization is None and weight.dtype == torch.float16:
             return super().pack_linear(weight, bias)
         if quantization not in (None, "int8", "int4"):
@@ -84,9 +95,7 @@ class NativeOps(CpuOps):
         n, k = weight.shape
         if n == 0 or k == 0:
             raise ValueError(f"weight: shape {[n, k]}, expected at least one row and one column")
-        if bias is not None:
-            check("bias", bias, (n,), *FLOATS, torch.float16)
-            bias = bias.float()
+        bias = None if bias is None else _checked_bias(bias, n)
         kind = quantization or ("bfloat16" if weight.dtype == torch.bfloat16 else "float32")
         panels = self.memory.take(self.library.packed_bytes(KINDS[kind], n, k))
         self.library.call(
@@ -95,6 +104,18 @@ class NativeOps(CpuOps):
             *(weight.stride(0), panels.data_ptr()),
         )
         return NativeLinear(panels, bias, n, k, kind)
+
+    def embed(self, ids: Tensor, embedding: Any) -> Tensor:
+        if not isinstance(embedding, PackedEmbedding):
+            return super().embed(ids, embedding)
+        rows, dtype = embedding.linear, getattr(torch, embedding.dtype)
+        check("ids", ids, (None,), torch.int64)
+        out = torch.empty((ids.shape[0], rows.k), dtype=dtype)
+        self.library.call(
+            "loom_unpack_rows",
+            *(rows.struct(), ids.data_ptr(), ids.shape[0], TYPES[dtype], out.data_ptr()),
+        )
+        return out
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         if not isinstance(packed, NativeLinear):
@@ -252,3 +273,8 @@ class NativeOps(CpuOps):
 
     def compile(self, model: DecoderModel) -> CompiledDecoder | None:
         return NativeDecoder(self.library, model) if fits(model) else None
+
+
+def _checked_bias(bias: Tensor, n: int) -> Tensor:
+    check("bias", bias, (n,), *FLOATS, torch.float16)
+    return bias.float()

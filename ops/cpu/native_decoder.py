@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,7 @@ from ops.cpu import native_blocks, structs
 from ops.cpu.arguments import CODES, FLOATS, POOLS, NativeLinear, batch_struct, check
 from ops.cpu.library import TYPES, Library
 from ops.kv_codes import scale_shapes
+from ops.op_set import PackedEmbedding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,15 +23,36 @@ if TYPE_CHECKING:
     from ops.decoder import DecoderModel
 
 
+_PACKED_EMBEDDING = -1  # beside the types of tensors
+
+
 def fits(model: DecoderModel) -> bool:
     """Whether the native step covers this model; if not, it runs op by op."""
     return (
         isinstance(model.lm_head, NativeLinear)
-        and model.embedding.dtype in FLOATS
+        and _embedding_fits(model.embedding)
         and native_blocks.norm_fits(model.final_norm)
         and any(isinstance(block.mixer, Attention) for block in model.blocks)
         and all(native_blocks.fits(block) for block in model.blocks)
     )
+
+
+def _embedding_fits(embedding: Any) -> bool:
+    return isinstance(embedding, PackedEmbedding) or embedding.dtype in FLOATS
+
+
+def _embedding_fields(embedding: Any, hidden: int, kept: native_blocks.Kept) -> dict[str, Any]:
+    """Those of structs.Decoder that tell of it."""
+    if isinstance(embedding, PackedEmbedding):
+        rows = embedding.linear
+        struct = kept.keep(kept.linear("embedding", rows, rows.n, hidden))
+        fields = _PACKED_EMBEDDING, ctypes.addressof(struct), rows.n
+    else:
+        check("embedding", embedding, (None, hidden), *FLOATS)
+        pointer = kept.keep(embedding).data_ptr()
+        fields = TYPES[embedding.dtype], pointer, embedding.shape[0]
+    names = "embedding_type", "embedding", "embedding_rows"
+    return dict(zip(names, fields, strict=True))
 
 
 class NativeDecoder:
@@ -42,8 +65,7 @@ class NativeDecoder:
 
     def __init__(self, library: Library, model: DecoderModel) -> None:
         """Raises: ValueError: a weight has another shape than its block says."""
-        hidden, embedding = model.hidden_size, model.embedding
-        check("embedding", embedding, (None, hidden), *FLOATS)
+        hidden = model.hidden_size
         self._library = library
         self._vocab_size = model.vocab_size
         self._blocks = model.blocks
@@ -57,12 +79,10 @@ class NativeDecoder:
             vocab=model.vocab_size,
             hidden=hidden,
             blocks=count,
-            embedding_type=TYPES[embedding.dtype],
             embed_scale=model.embed_scale,
             logit_scale=model.logit_scale,
             logit_soft_cap=model.logit_soft_cap,
-            embedding=kept.keep(embedding).data_ptr(),
-            embedding_rows=embedding.shape[0],
+            **_embedding_fields(model.embedding, hidden, kept),
             block=(structs.Block * count)(*structs_of_blocks),
             final_norm=kept.norm("final_norm", model.final_norm, hidden),
             lm_head=kept.linear("lm_head", model.lm_head, model.vocab_size, hidden),

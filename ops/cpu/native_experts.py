@@ -58,7 +58,7 @@ def fits(pairs: Sequence[Pair]) -> bool:
 
 
 def _shape(pair: Pair) -> list[tuple[Any, ...]]:
-    return [(layer.n, layer.k, layer.kind) for layer in pair]
+    return [(layer.n, layer.k, layer.kinds) for layer in pair]
 
 
 def run(

@@ -65,6 +65,9 @@ class CpuOps:
             return PackedLinear(weight, bias, prepacked=False)
         return PackedLinear(packed, bias, prepacked=True)
 
+    def embed(self, ids: Tensor, embedding: Any) -> Tensor:
+        return F.embedding(ids, embedding)
+
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         if packed.prepacked:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(

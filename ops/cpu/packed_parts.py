@@ -15,6 +15,7 @@ import torch
 
 from ops.cpu.arguments import NativeLinear
 from ops.cpu.native_experts import NativeExperts
+from ops.op_set import PackedEmbedding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
     from ops.cpu.native import NativeOps
 
-PACKED_TYPES: dict[str, Any] = {"linear": NativeLinear, "experts": NativeExperts}
+PACKED_TYPES: dict[str, Any] = {
+    "linear": NativeLinear,
+    "experts": NativeExperts,
+    "embedding": PackedEmbedding,
+}
 _NAMES = {kind: name for name, kind in PACKED_TYPES.items()}
 ALIGNMENT = 64  # of each tensor in a file: a cache line, as kernels want panels
 

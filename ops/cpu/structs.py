@@ -13,7 +13,7 @@ class Linear(ctypes.Structure):
         ("n", c_int64),
         ("k", c_int64),
         ("kind", c_int32),
-        ("reserved", c_int32),
+        ("parts", c_int32),
     )
 
 
@@ -180,8 +180,18 @@ class ExpertRows(ctypes.Structure):
     )
 
 
+class Codes(ctypes.Structure):
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("minima", c_void_p),
+        ("factors", c_void_p),
+        ("minimum_factors", c_void_p),
+    )
+
+
 # As `loom_struct_bytes` counts them.
 IN_ORDER = (
     *(Linear, Batch, Attention, Pools, Norm, AttentionBlock, MlpBlock, Block),
-    *(Decoder, Step, Sampling, Expert, Experts, ExpertRows),
+    *(Decoder, Step, Sampling, Expert, Experts, ExpertRows, Codes),
 )

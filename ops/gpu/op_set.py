@@ -59,6 +59,9 @@ class GpuOps:
             raise ValueError(f"quantization {quantization!r}: the GPU op set has none")
         return weight, bias
 
+    def embed(self, ids: Tensor, embedding: Any) -> Tensor:
+        return F.embedding(ids, embedding)
+
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         weight, bias = packed
         return F.linear(x, weight, bias)

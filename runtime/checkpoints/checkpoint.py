@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from ops.coded_weight import CodedMatrix
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -73,6 +75,13 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> RawTensor:
         """The values of one tensor. Raises: ModelError: no such tensor, or the file is damaged."""
+        ...
+
+    def coded(self, name: str) -> CodedMatrix | None:
+        """A matrix as the integers that the file holds; None where it holds none, or of a kind that
+        has no place in memory. `read` gives the same numbers as floats.
+
+        Raises: ModelError: no such tensor."""
         ...
 
 

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from ops.coded_weight import CodedMatrix
 from runtime.checkpoints.checkpoint import RawTensor, TensorInfo, tensor_info
 from runtime.checkpoints.gguf_architectures import TOP_NAMES, architecture_of
+from runtime.checkpoints.gguf_codes import code_kind, read_codes, values_are_exact
 from runtime.checkpoints.gguf_metadata import GgufMetadata, shortest
 from runtime.checkpoints.gguf_split import read_gguf
 from runtime.errors import ModelError
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ops.coded_weight import Codes
     from runtime.checkpoints.gguf_file import GgufTensor
 
 
@@ -91,7 +95,32 @@ class GgufCheckpoint:
                 ) from None
         values = self._restored(tensor.name, values.reshape(info.shape))
         buffer = np.array(values, order="C")  # writable, private
+        tensor.release()
         return RawTensor(info.shape, info.dtype, buffer.data.cast("B"))
+
+    def coded(self, name: str) -> CodedMatrix | None:
+        """See `Checkpoint.coded`: all types that are served, where a matrix has whole rows."""
+        (n, *columns), tensor = tensor_info(self, name).shape, self._sources[name]
+        kind = code_kind(tensor.type)
+        if kind is None or len(columns) != 1:
+            return None
+
+        @cache
+        def rows() -> NDArray[Any]:
+            return self._restored(tensor.name, tensor.data)
+
+        def read(first: int, last: int) -> Codes:
+            found = rows()[first:last]
+            if not values_are_exact(tensor.type, found):
+                raise ModelError(
+                    f"{self.path}: {tensor.name}: a factor is too large to be kept as it is;"
+                    " --quantization none reads the file"
+                )
+            codes = read_codes(tensor.type, found)
+            tensor.release()
+            return codes
+
+        return CodedMatrix(kind, n, columns[0], read)
 
     def _named(self, tensor: GgufTensor) -> list[tuple[str, GgufTensor]]:
         """A tensor under its Hugging Face name, or that of all experts under theirs."""

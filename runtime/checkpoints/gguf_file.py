@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from runtime.errors import ModelError, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -46,12 +48,14 @@ class GgufTensor(NamedTuple):
         shape: outermost dimension first (the file lists the innermost first).
         data: read-only, mapped. Plain types in `shape` (bfloat16 as uint16), quantized ones as
             bytes, with the bytes of a row as the last dimension.
+        release: gives back the memory of its pages; they are read again when they are touched.
     """
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     data: NDArray[Any]
+    release: Callable[[], None]
 
 
 class GgufFile:
@@ -171,4 +175,12 @@ class GgufFile:
             )
         dtype = _STORED.get(kind, np.dtype(np.uint8))
         data = np.frombuffer(self._map, dtype, size // dtype.itemsize, begin)
-        return GgufTensor(name, shape, kind, data.reshape(shape if kind in _STORED else stored))
+        data = data.reshape(shape if kind in _STORED else stored)
+        return GgufTensor(name, shape, kind, data, partial(self._release, begin, begin + size))
+
+    def _release(self, begin: int, end: int) -> None:
+        """Drops the whole pages between two offsets; see `SafetensorsFile`."""
+        page = mmap.PAGESIZE
+        begin, end = -(-begin // page) * page, end // page * page
+        if begin < end and hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)

@@ -12,6 +12,8 @@ from runtime.errors import ModelError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ops.coded_weight import CodedMatrix
+
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -62,3 +64,7 @@ class HuggingFaceCheckpoint:
         """See `Checkpoint.read`; the buffer is mapped from the file."""
         tensor_info(self, name)
         return self._files[name].read(name)
+
+    def coded(self, name: str) -> CodedMatrix | None:
+        """See `Checkpoint.coded`: a folder's tensors are floats."""
+        return None

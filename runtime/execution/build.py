@@ -129,7 +129,9 @@ def build_runner(
 def stored_weights(checkpoint: Checkpoint, published_form: str | None) -> StoredWeights:
     """What the choice of a form starts from; see `build_runner`."""
     shapes = layer_shapes(checkpoint.tensors)
-    return StoredWeights(_checkpoint_dtype(checkpoint), published_form, shapes)
+    coded = [checkpoint.coded(name) for name in checkpoint.tensors]
+    kinds = tuple(sorted({matrix.kind for matrix in coded if matrix is not None}))
+    return StoredWeights(_checkpoint_dtype(checkpoint), published_form, shapes, kinds)
 
 
 def _weight_loader(
@@ -147,6 +149,7 @@ def _weight_loader(
         dtype=device.dtype,
         rope_layout=rope_layout,
         quantization=device.quantization,
+        keeps_codes=device.keeps_codes,
         progress=progress,
     )
 

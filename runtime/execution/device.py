@@ -97,6 +97,7 @@ class Device:
         graphs: steps can be captured and replayed.
         memory_budget_bytes: for weights and KV together; None: not limited by the device.
         quantization: of the linear layers' weights; None: they are of `dtype`.
+        keeps_codes: but for those that are integers in the checkpoint, which stay so.
         weights: the form of the weights with its reason, in words, where there was a choice.
         chunk_tokens: prefill tokens of a step by default; None: as many as a time allows.
         kv_codes: the type of the codes that keys and values are kept as (`ops.kv_codes`); None:
@@ -114,6 +115,7 @@ class Device:
     memory_budget_bytes: int | None
     description: str
     quantization: str | None = None
+    keeps_codes: bool = False
     weights: str = ""
     chunk_tokens: int | None = None
     kv_codes: torch.dtype | None = None
@@ -280,6 +282,7 @@ def _open_cpu(
         description=f"cpu, kernels: {kernels}",
         weights=form.words,
         quantization=form.quantization,
+        keeps_codes=form.keeps_codes,
         kv_codes=CODE_DTYPES.get(config.kv_cache_dtype),
         parts=PackedParts(op_set) if isinstance(op_set, NativeOps) else None,
     )

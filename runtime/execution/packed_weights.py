@@ -104,19 +104,16 @@ class PackedWeights:
 
     def _key(self, parts: PackedParts, sampled_ids: int) -> str:
         device = self._device
-        what = (
-            parts.library.name,
-            str(device.dtype),
-            device.quantization,
-            sampled_ids,
-            code_digest(),
-        )
+        form = device.quantization, device.keeps_codes
+        what = (parts.library.name, str(device.dtype), *form, sampled_ids, code_digest())
         digest = hashlib.sha256(weights_fingerprint(self._path))
         digest.update(repr(what).encode())
         return digest.hexdigest()
 
     def _bytes(self, weights: int) -> int:
         """At most, of a file of so many weights."""
+        if self._device.keeps_codes:  # some tensors of a file may be floats
+            return int(weights * 1.25)
         a_weight = {None: self._device.dtype.itemsize, "int8": 1.25}
         return int(weights * a_weight.get(self._device.quantization, 1.0))
 

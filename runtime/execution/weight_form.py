@@ -38,20 +38,27 @@ class StoredWeights:
     Args:
         dtype: their type.
         form: the quantization whose values they are; None: of none.
+        kinds: of `ops.coded_weight`, of the matrices that the file holds as integers.
         shapes: [n, k] of the linear layers of its first layers.
     """
 
     dtype: torch.dtype
     form: str | None = None
     shapes: tuple[tuple[int, int], ...] = ()
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """A choice: what `OpSet.pack_linear` is told, and the form with its reason in words."""
+    """A choice: what `OpSet.pack_linear` is told, and the form with its reason in words.
+
+    Args:
+        keeps_codes: matrices that are integers in the file stay so.
+    """
 
     quantization: str | None
     words: str
+    keeps_codes: bool = False
 
 
 def layer_shapes(tensors: Mapping[str, TensorInfo]) -> tuple[tuple[int, int], ...]:
@@ -93,6 +100,8 @@ def choose_form(
         return WeightForm(asked, f"{asked}, as asked for")
     if asked == "none" or config.dtype != "auto":
         return WeightForm(None, f"{dtype}, as asked for")
+    if stored.kinds and library is not None:
+        return WeightForm(None, f"{', '.join(stored.kinds)}, as the file has them", True)
     plain = WeightForm(None, f"{dtype}, {_why(dtype, stored.dtype, native=library is not None)}")
     if stored.form is None or library is None or not stored.shapes:
         return plain

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ops.coded_weight import CODED_ROWS, CodedWeight
+from ops.op_set import PackedEmbedding
 from runtime.errors import ModelError
 from runtime.execution.device import empty
 from runtime.models.sources import replaced, sources_in
@@ -52,9 +54,11 @@ class _Reader:
         dtype: torch.dtype,
         rope_layout: RopeLayout,
         quantization: str | None,
+        keeps_codes: bool,
         progress: Callable[[str], None],
     ) -> None:
         self.ops = ops
+        self.keeps_codes = keeps_codes
         self.quantization = quantization
         self.rope_layout = rope_layout
         self.prefix = ""
@@ -122,6 +126,27 @@ class _Reader:
         out.copy_(torch.frombuffer(raw.buffer, dtype=dtype).view(raw.shape))
         raw.release()
 
+    def coded(
+        self, names: tuple[str, ...], outputs: tuple[int, ...], inputs: int
+    ) -> CodedWeight | None:
+        """See `WeightReader.coded`. A tensor of another shape is left to `take`, which refuses
+        it."""
+        if not self.keeps_codes:
+            return None
+        names = tuple(self.prefix + name for name in names)
+        if any(name not in self._checkpoint.tensors for name in names):
+            return None
+        found = [self._checkpoint.coded(name) for name in names]
+        parts = tuple(part for part in found if part is not None)
+        if tuple((part.n, part.k) for part in parts) != tuple((n, inputs) for n in outputs):
+            return None
+        if any(part.n % CODED_ROWS for part in parts[:-1]):
+            return None
+        self._report()
+        for name in names:
+            self._left.pop(name, None)
+        return CodedWeight(parts)
+
     def _report(self) -> None:
         if time.monotonic() - self._reported > _PROGRESS_S:
             self._reported = time.monotonic()
@@ -165,11 +190,14 @@ class WeightLoader:
         dtype: torch.dtype,
         rope_layout: RopeLayout,
         quantization: str | None = None,
+        keeps_codes: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """keeps_codes: weights that are integers stay so (`Checkpoint.coded`)."""
         self._family = family
         self._checkpoint = checkpoint
         self._ops = ops
+        self._dtype = dtype
         self._reader = _Reader(
             checkpoint,
             ops,
@@ -177,6 +205,7 @@ class WeightLoader:
             dtype=dtype,
             rope_layout=rope_layout,
             quantization=quantization,
+            keeps_codes=keeps_codes,
             progress=progress,
         )
 
@@ -201,7 +230,8 @@ class WeightLoader:
             embedding = self._embedding()
             lm_head = self._head(embedding, sampled_ids)
         else:
-            embedding, lm_head = kept[_EMBEDDING], kept[_HEAD]
+            embedding = kept[_EMBEDDING]
+            lm_head = self._shared_head(embedding, sampled_ids) or kept[_HEAD]
         layers: list[Any] = []
         for reader.prefix, described in self._described():
             layers.append(replaced(described, reader.load))
@@ -223,7 +253,8 @@ class WeightLoader:
         reader = self._reader
         embedding = self._embedding()
         keep(_EMBEDDING, embedding)
-        keep(_HEAD, self._head(embedding, sampled_ids))
+        if self._shared_head(embedding, sampled_ids) is None:
+            keep(_HEAD, self._head(embedding, sampled_ids))
         del embedding
         for reader.prefix, described in self._described():
             for source in sources_in(described):
@@ -242,25 +273,39 @@ class WeightLoader:
             yield f"{self._root}layers.{i}.", layer
         yield self._root, self._family.model.final_norm
 
-    def _embedding(self) -> Tensor:
+    def _embedding(self) -> Any:
+        """The embedding, as `OpSet.embed` takes it: packed where it is integers."""
         self._reader.prefix = self._root
-        model = self._family.model
-        embedding: Tensor = model.embedding.read(self._reader, ".weight", model.hidden_size)
-        return embedding
+        weight = self._family.model.embedding.weight(self._reader)
+        if not isinstance(weight, CodedWeight):
+            return weight
+        packed: Any = self._ops.pack_linear(cast("Any", weight))
+        return PackedEmbedding(packed, str(self._dtype).removeprefix("torch."))
 
-    def _head(self, embedding: Tensor, sampled_ids: int) -> Any:
+    def _shared_head(self, embedding: Any, sampled_ids: int) -> Any:
+        """The output layer, where it is the first rows of a packed embedding; None: it is not."""
+        if not self._family.tied or not isinstance(embedding, PackedEmbedding):
+            return None
+        self._reader.skip("lm_head.weight")  # some files hold the copy
+        return replace(embedding.linear, n=min(sampled_ids, self._family.model.vocab_size))
+
+    def _head(self, embedding: Any, sampled_ids: int) -> Any:
         """The output layer, packed, without the rows of ids that are never sampled."""
+        shared = self._shared_head(embedding, sampled_ids)
+        if shared is not None:
+            return shared
         model, reader = self._family.model, self._reader
-        reader.prefix = ""
+        reader.prefix, count = "", min(sampled_ids, model.vocab_size)
         if self._family.tied:
-            reader.skip("lm_head.weight")  # some files hold the copy
+            reader.skip("lm_head.weight")
             weight = embedding
         else:
-            weight = model.lm_head.read(reader, ".weight", model.hidden_size)
+            weight = model.lm_head.weight(reader)
+            if isinstance(weight, CodedWeight):
+                return self._ops.pack_linear(cast("Any", weight.first_rows(count)))
         # The output layer's errors go straight into the choice: never below eight bits.
         return self._ops.pack_linear(
-            weight[: min(sampled_ids, model.vocab_size)].contiguous(),
-            quantization="int8" if reader.quantization else None,
+            weight[:count].contiguous(), quantization="int8" if reader.quantization else None
         )
 
     def _check_all_taken(self) -> None:

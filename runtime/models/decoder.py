@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +36,7 @@ class Decoder:
     def hidden(self, step: DecoderStep) -> Tensor:
         """What `logits` takes, [N, H]: the normed output of the last block. See `__call__`."""
         model = self.model
-        residual = F.embedding(step.input_ids, model.embedding)
+        residual = self.ops.embed(step.input_ids, model.embedding)
         if model.embed_scale != 1.0:
             residual = residual * model.embed_scale
         # A block's output is added where the next one is normed, which is one operation.

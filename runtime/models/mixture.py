@@ -44,7 +44,7 @@ class Experts(Source):
         at, hidden, inner = f"{self.path}.{i}.", self.hidden_size, self.intermediate_size
         gate_up = Linear((at + self.gate, at + self.up), (inner, inner), hidden)
         down = Linear((at + self.down,), (hidden,), inner)
-        return Expert(gate_up.read(reader, ".weight", hidden), down.read(reader, ".weight", inner))
+        return Expert(gate_up.weight(reader), down.weight(reader))
 
 
 @dataclass(frozen=True, slots=True)

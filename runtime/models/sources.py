@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ops.coded_weight import CodedWeight
     from ops.op_set import OpSet
     from runtime.rope_layout import RopeLayout
 
@@ -50,6 +51,13 @@ class WeightReader(Protocol):
         wide: bool = False,
     ) -> Tensor:
         """Tensors of so many rows, one below the other. See `take`."""
+        ...
+
+    def coded(
+        self, names: tuple[str, ...], outputs: tuple[int, ...], inputs: int
+    ) -> CodedWeight | None:
+        """The matrices of these names one below the other, as the integers that they are in the
+        checkpoint; None where they are none, or are not kept so."""
         ...
 
     def shared(self, source: Source, make: Callable[[], Tensor]) -> Tensor:
@@ -118,10 +126,20 @@ class Linear(Source):
     wide: bool = False
 
     def load(self, reader: WeightReader) -> Any:
-        weight = self.read(reader, ".weight", self.inputs)
+        weight = self.weight(reader)
         bias = self.read(reader, ".bias") if self.bias else None
         quantization = None if self.wide else reader.quantization
         return reader.ops.pack_linear(weight, bias, quantization=quantization)
+
+    def weight(self, reader: WeightReader) -> Any:
+        """The stack of weights, as `OpSet.pack_linear` takes it."""
+        if not self.wide:
+            outputs = self.outputs if len(self.names) > 1 else (sum(self.outputs),)
+            names = tuple(f"{name}.weight" for name in self.names)
+            coded = reader.coded(names, outputs, self.inputs)
+            if coded is not None:
+                return coded
+        return self.read(reader, ".weight", self.inputs)
 
     def read(self, reader: WeightReader, suffix: str, *columns: int) -> Tensor:
         """The stack [sum of outputs, *columns], not packed."""

@@ -55,7 +55,7 @@ int64_t loom_struct_bytes(int which) {
       sizeof(LoomLinear), sizeof(LoomBatch),          sizeof(LoomAttention), sizeof(LoomPools),
       sizeof(LoomNorm),   sizeof(LoomAttentionBlock), sizeof(LoomMlpBlock),  sizeof(LoomBlock),
       sizeof(LoomDecoder), sizeof(LoomStep),          sizeof(LoomSampling),  sizeof(LoomExpert),
-      sizeof(LoomExperts), sizeof(LoomExpertRows)};
+      sizeof(LoomExperts), sizeof(LoomExpertRows),    sizeof(LoomCodes)};
   return int64_t(bytes[which]);
 }
 
@@ -81,6 +81,30 @@ uint64_t loom_checksum(LoomContext* c, const void* data, int64_t bytes) {
     sums[size_t(p)] = checksum((const char*)data + from, std::min(kChecksumPiece, bytes - from));
   });
   return checksum((const char*)sums.data(), int64_t(8 * sums.size()));
+}
+
+void loom_pack_codes(LoomContext* c, int kind, const LoomCodes* codes, int64_t n, int64_t k,
+                     void* out) {
+  over_rows(c, (n + kPanel - 1) / kPanel,
+            [&](int64_t p) { pack_codes(kind, *codes, n, k, p, p + 1, (char*)out); });
+}
+
+int loom_unpack_rows(LoomContext* c, const LoomLinear* layer, const int64_t* rows, int64_t count,
+                     int type, void* out) {
+  for (int64_t i = 0; i < count; i++) {
+    if (rows[i] < 0 || rows[i] >= layer->n) return LOOM_BAD_TOKEN;
+  }
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    over_rows(c, count, [&](int64_t i) {
+      static thread_local std::vector<float> wide;
+      wide.resize(size_t(layer->k));
+      unpack_row(*layer, rows[i], wide.data());
+      T* row = (T*)out + i * layer->k;
+      for (int64_t d = 0; d < layer->k; d++) narrow(wide[size_t(d)], row + d);
+    });
+  });
+  return LOOM_OK;
 }
 
 void loom_use_large_pages([[maybe_unused]] void* start, [[maybe_unused]] int64_t bytes) {

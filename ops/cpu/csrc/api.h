@@ -10,8 +10,22 @@ extern "C" {
 // The last two only in KV pools.
 enum LoomType { LOOM_F32 = 0, LOOM_BF16 = 1, LOOM_INT8 = 2, LOOM_FP8 = 3 };
 
-// How a linear layer's weight is stored.
-enum LoomKind { LOOM_KIND_F32 = 0, LOOM_KIND_BF16 = 1, LOOM_KIND_INT8 = 2, LOOM_KIND_INT4 = 3 };
+// How a linear layer's weight is stored; the quantized kinds are told in forms.h.
+enum LoomKind {
+  LOOM_KIND_F32 = 0,
+  LOOM_KIND_BF16 = 1,
+  LOOM_KIND_INT8 = 2,
+  LOOM_KIND_INT4 = 3,
+  LOOM_KIND_Q2_K = 4,
+  LOOM_KIND_Q3_K = 5,
+  LOOM_KIND_Q4_K = 6,
+  LOOM_KIND_Q5_K = 7,
+  LOOM_KIND_Q6_K = 8,
+  LOOM_KIND_Q5_1 = 9,
+  LOOM_KIND_IQ4_NL = 10,
+  LOOM_KIND_IQ4_XS = 11,
+  LOOM_KINDS = 12,
+};
 
 // See ops/blocks/dense_mlp.py: act_and_mul.
 enum LoomActivation { LOOM_SILU = 0, LOOM_GELU_TANH = 1, LOOM_GELU = 2, LOOM_CLAMPED_SILU = 3 };
@@ -27,14 +41,27 @@ enum LoomStatus {
   LOOM_BAD_EXPERT = 7,
 };
 
-// A packed weight [n, k] with its bias, as `loom_pack` wrote it.
+// A packed weight [n, k] with its bias, as `loom_pack` or `loom_pack_codes` wrote it. A layer may
+// have parts of different quantized kinds, one below the other: `panels` is then an array of
+// `parts` layers with k of this one, no biases, and whole panels in all but the last; `kind` is the
+// first one's.
 struct LoomLinear {
   const void* panels;
   const float* bias;  // [n] or null
   int64_t n;
   int64_t k;
   int32_t kind;
-  int32_t reserved;
+  int32_t parts;  // 0: it is one
+};
+
+// A weight [n, k] of a quantized kind in numbers (forms.h): codes [n, k], scales and minima
+// [n, k / stretch] where the kind has them, factors and minimum factors [n, k / span] halves.
+struct LoomCodes {
+  const uint8_t* codes;
+  const int8_t* scales;
+  const int8_t* minima;
+  const uint16_t* factors;
+  const uint16_t* minimum_factors;
 };
 
 // Which keys each row of a step attends to; see ops/op_set.py: AttentionBatch.
@@ -100,9 +127,9 @@ struct LoomBlock {
 
 struct LoomDecoder {
   int64_t vocab, hidden, blocks;
-  int32_t embedding_type;  // LoomType
+  int32_t embedding_type;  // LoomType, or negative: packed
   float embed_scale, logit_scale, logit_soft_cap;
-  const void* embedding;   // [embedding_rows, hidden]
+  const void* embedding;   // [embedding_rows, hidden], or a LoomLinear of a quantized kind
   int64_t embedding_rows;  // may be more than can be sampled
   const LoomBlock* block;
   LoomNorm final_norm;
@@ -169,7 +196,7 @@ struct LoomExpertRows {
   int32_t reserved;
 };
 
-// Size of the structs above in their order, from LoomLinear (0) to LoomExpertRows (13): the caller's
+// Size of the structs above in their order, from LoomLinear (0) to LoomExpertRows (14): the caller's
 // mirror must agree.
 int64_t loom_struct_bytes(int which);
 
@@ -183,6 +210,11 @@ void loom_pack(LoomContext*, int kind, const void* weight, int type, int64_t n, 
                int64_t stride, void* out);
 // A checksum of bytes, the same for any number of threads.
 uint64_t loom_checksum(LoomContext*, const void* data, int64_t bytes);
+// The same from numbers; k is a multiple of the kind's span.
+void loom_pack_codes(LoomContext*, int kind, const LoomCodes*, int64_t n, int64_t k, void* out);
+// Rows of a weight of a quantized kind as floats, [count, k] of type.
+int loom_unpack_rows(LoomContext*, const LoomLinear*, const int64_t* rows, int64_t count, int type,
+                     void* out);
 // Asks the system for large pages behind a buffer; without them the streams of a step miss the TLB.
 void loom_use_large_pages(void* start, int64_t bytes);
 

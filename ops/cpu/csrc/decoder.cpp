@@ -102,7 +102,9 @@ class Step {
     w.parallel_for(rows_, [&](int64_t t) {
       float* out = residual_ + t * d_.hidden;
       int64_t at = s_.input_ids[t] * d_.hidden;
-      if (d_.embedding_type == LOOM_BF16) {
+      if (d_.embedding_type < 0) {
+        unpack_row(*(const LoomLinear*)d_.embedding, s_.input_ids[t], out);
+      } else if (d_.embedding_type == LOOM_BF16) {
         copy_row((const bf16*)d_.embedding + at, d_.hidden, out);
       } else {
         copy_row((const float*)d_.embedding + at, d_.hidden, out);

@@ -77,7 +77,7 @@ void tile_words(WordTile t) {
         asm volatile("" : "+x"(lo[r]), "+x"(hi[r]));
       }
     }
-    F16 scale = load_half((const half*)(t.scales + g * Group<LOOM_KIND_INT8>::scale_bytes));
+    F16 scale = load_half((const half*)(t.scales + g * form_of(LOOM_KIND_INT8).span_bytes()));
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
       float* out = t.out + r * t.out_stride;

@@ -1,7 +1,7 @@
 // The sums of integers.h on 64-bit Arm.
 #pragma once
 
-#include "api.h"
+#include "forms.h"
 #include "simd.h"
 
 namespace loom {
@@ -32,20 +32,39 @@ inline int32_t to_bytes(F16 a, F16 b, char* out) {
 struct Bytes {
   int8x16_t v[4];
 };
-// Quad `q` of a line: int8 lines have one, int4 lines two.
-template <int kind>
-inline Bytes weights_of(const char* line, int q) {
-  Bytes w;
-  for (int i = 0; i < 4; i++) {
-    uint8x16_t x = vld1q_u8((const uint8_t*)line + 16 * i);
-    if (kind == LOOM_KIND_INT8) {
-      x = veorq_u8(x, vdupq_n_u8(128));  // w + 128 as a signed w
-    } else {
-      x = q ? vshrq_n_u8(x, 4) : vandq_u8(x, vdupq_n_u8(15));
-    }
-    w.v[i] = vreinterpretq_s8_u8(x);
-  }
-  return w;
+// Of codes with a sign; these are signed bytes here.
+constexpr int kSignedOffset = 0;
+
+template <class Body>
+inline Bytes each_register(Body&& body) {
+  return {{body(0), body(1), body(2), body(3)}};
+}
+inline Bytes load_bytes(const char* line) {
+  return each_register([&](int i) { return vld1q_s8((const int8_t*)line + 16 * i); });
+}
+// By so many bits to the right, or to the left; bits that leave a byte are lost.
+template <int bits>
+inline Bytes shifted(const Bytes& x) {
+  return each_register([&](int i) {
+    uint8x16_t v = vreinterpretq_u8_s8(x.v[i]);
+    if constexpr (bits > 0) v = vshrq_n_u8(v, bits);
+    if constexpr (bits < 0) v = vshlq_n_u8(v, -bits);
+    return vreinterpretq_s8_u8(v);
+  });
+}
+inline Bytes masked(const Bytes& x, int mask) {
+  return each_register([&](int i) { return vandq_s8(x.v[i], vdupq_n_s8(int8_t(mask))); });
+}
+inline Bytes either(const Bytes& a, const Bytes& b) {
+  return each_register([&](int i) { return vorrq_s8(a.v[i], b.v[i]); });
+}
+// Bytes w + 128 as codes with a sign.
+inline Bytes signed_bytes(const Bytes& x) {
+  return each_register([&](int i) { return veorq_s8(x.v[i], vdupq_n_s8(-128)); });
+}
+inline Bytes of_table(const Bytes& x) {
+  return each_register(
+      [&](int i) { return vqtbl1q_s8(vld1q_s8(kTable), vreinterpretq_u8_s8(x.v[i])); });
 }
 
 struct Quad {
@@ -62,8 +81,8 @@ struct Quad {
 template <int kind>
 struct GroupSum {
   int32x4_t v[4];
-  void start(int32_t) {
-    for (int32x4_t& x : v) x = vdupq_n_s32(0);
+  void start(int32_t sum) {
+    for (int32x4_t& x : v) x = vdupq_n_s32(sum);
   }
   void add(const Bytes& w, const Quad& x) {
     for (int i = 0; i < 4; i++) v[i] = vdotq_s32(v[i], w.v[i], x.v);
@@ -78,8 +97,9 @@ struct GroupSum {
 template <int kind>
 struct GroupSum {
   int32x4_t v[8];  // two halves of the sum of two outputs each
-  void start(int32_t) {
-    for (int32x4_t& x : v) x = vdupq_n_s32(0);
+  void start(int32_t sum) {
+    for (int32x4_t& x : v) x = vsetq_lane_s32(sum, vdupq_n_s32(0), 0);
+    for (int32x4_t& x : v) x = vsetq_lane_s32(sum, x, 2);
   }
   void add(const Bytes& w, const Quad& x) {
     for (int i = 0; i < 4; i++) {

@@ -1,7 +1,7 @@
 // The sums of integers.h with AVX-512, AVX2 and either kind of VNNI.
 #pragma once
 
-#include "api.h"
+#include "forms.h"
 #include "simd.h"
 
 namespace loom {
@@ -73,18 +73,32 @@ struct Quad {
 struct Bytes {
   __m512i v;
 };
-// Quad `q` of a line: int8 lines have one, int4 lines two.
-template <int kind>
-inline Bytes weights_of(const char* line, int q) {
-  __m512i x = _mm512_loadu_si512(line);
-  if (kind == LOOM_KIND_INT8) return {x};
-  return {_mm512_and_si512(q ? _mm512_srli_epi32(x, 4) : x, _mm512_set1_epi8(15))};
+// Of codes with a sign: they are taken as unsigned bytes.
+constexpr int kSignedOffset = 128;
+
+inline Bytes load_bytes(const char* line) { return {_mm512_loadu_si512(line)}; }
+// By so many bits to the right, or to the left; neighbours' bits come in.
+template <int bits>
+inline Bytes shifted(Bytes x) {
+  if constexpr (bits > 0) x.v = _mm512_srli_epi32(x.v, bits);
+  if constexpr (bits < 0) x.v = _mm512_slli_epi32(x.v, -bits);
+  return x;
+}
+inline Bytes masked(Bytes x, int mask) {
+  return {_mm512_and_si512(x.v, _mm512_set1_epi8(char(mask)))};
+}
+inline Bytes either(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
+// Bytes w + 128 as codes with a sign.
+inline Bytes signed_bytes(Bytes x) { return x; }
+inline Bytes of_table(Bytes x) {
+  __m128i table = _mm_add_epi8(_mm_loadu_si128((const __m128i*)kTable), _mm_set1_epi8(-128));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), x.v)};
 }
 
 template <int kind>
 struct GroupSum {
   __m512i v;
-  void start(int32_t offset) { v = _mm512_set1_epi32(kind == LOOM_KIND_INT8 ? offset : 0); }
+  void start(int32_t sum) { v = _mm512_set1_epi32(sum); }
   void add(Bytes w, Quad x) { v = _mm512_dpbusd_epi32(v, w.v, x.v); }
   F16 value() const { return {_mm512_cvtepi32_ps(v)}; }
 };
@@ -101,20 +115,38 @@ struct Bytes {
 #define LOOM_INT8_WORDS  // see int8_words.h
 #endif
 
-template <int kind>
-inline Bytes weights_of(const char* line, int q) {
-  auto* words = (const __m256i*)line;
-  __m256i lo = _mm256_loadu_si256(words), hi = _mm256_loadu_si256(words + 1);
-  if (kind == LOOM_KIND_INT4) {
-    __m256i nibble = _mm256_set1_epi8(15);
-    if (q) lo = _mm256_srli_epi32(lo, 4), hi = _mm256_srli_epi32(hi, 4);
-    return {_mm256_and_si256(lo, nibble), _mm256_and_si256(hi, nibble)};
-  }
-#if !defined(LOOM_VNNI_YMM)
-  __m256i sign = _mm256_set1_epi8(char(128));  // w + 128 as a signed w
-  lo = _mm256_xor_si256(lo, sign), hi = _mm256_xor_si256(hi, sign);
+#if defined(LOOM_VNNI_YMM)
+constexpr int kSignedOffset = 128;
+#else
+constexpr int kSignedOffset = 0;
 #endif
-  return {lo, hi};
+
+inline Bytes load_bytes(const char* line) {
+  auto* words = (const __m256i*)line;
+  return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
+}
+template <int bits>
+inline Bytes shifted(Bytes x) {
+  if constexpr (bits > 0) x = {_mm256_srli_epi32(x.lo, bits), _mm256_srli_epi32(x.hi, bits)};
+  if constexpr (bits < 0) x = {_mm256_slli_epi32(x.lo, -bits), _mm256_slli_epi32(x.hi, -bits)};
+  return x;
+}
+inline Bytes masked(Bytes x, int mask) {
+  __m256i m = _mm256_set1_epi8(char(mask));
+  return {_mm256_and_si256(x.lo, m), _mm256_and_si256(x.hi, m)};
+}
+inline Bytes either(Bytes a, Bytes b) {
+  return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)};
+}
+inline Bytes signed_bytes(Bytes x) {
+  if (kSignedOffset) return x;
+  __m256i sign = _mm256_set1_epi8(char(128));
+  return {_mm256_xor_si256(x.lo, sign), _mm256_xor_si256(x.hi, sign)};
+}
+inline Bytes of_table(Bytes x) {
+  __m128i table = _mm_loadu_si128((const __m128i*)kTable);
+  __m256i both = _mm256_broadcastsi128_si256(_mm_add_epi8(table, _mm_set1_epi8(-kSignedOffset)));
+  return {_mm256_shuffle_epi8(both, x.lo), _mm256_shuffle_epi8(both, x.hi)};
 }
 
 template <int kind>
@@ -122,7 +154,7 @@ struct GroupSum {
   __m256i lo, hi;
 
 #if defined(LOOM_VNNI_YMM)
-  void start(int32_t offset) { lo = hi = _mm256_set1_epi32(kind == LOOM_KIND_INT8 ? offset : 0); }
+  void start(int32_t sum) { lo = hi = _mm256_set1_epi32(sum); }
   void add(Bytes w, Quad x) { lo = dot(lo, w.lo, x.v), hi = dot(hi, w.hi, x.v); }
   F16 value() const { return from_halves(lo, hi); }
 
@@ -135,22 +167,32 @@ struct GroupSum {
 #endif
   }
 #else
-  void start(int32_t) { lo = hi = _mm256_setzero_si256(); }
+  void start(int32_t sum) {
+    first = sum;
+    lo = hi = kShort ? _mm256_setzero_si256() : _mm256_set1_epi32(sum);
+  }
   void add(Bytes w, Quad x) {
     lo = dot(lo, w.lo, x.v), hi = dot(hi, w.hi, x.v);
     // Sums of integers may be taken in any order, and GCC would write all products to memory first.
     asm("" : "+x"(lo), "+x"(hi));
   }
   F16 value() const {
-    if (kind == LOOM_KIND_INT8) return from_halves(lo, hi);
-    __m256i ones = _mm256_set1_epi16(1);
-    return from_halves(_mm256_madd_epi16(lo, ones), _mm256_madd_epi16(hi, ones));
+    if (!kShort) return from_halves(lo, hi);
+    __m256i ones = _mm256_set1_epi16(1), sum = _mm256_set1_epi32(first);
+    return from_halves(_mm256_add_epi32(_mm256_madd_epi16(lo, ones), sum),
+                       _mm256_add_epi32(_mm256_madd_epi16(hi, ones), sum));
   }
 
  private:
+  // Products of a whole group fit int16.
+  static constexpr bool kShort = form_of(kind).bits <= 4 && !form_of(kind).is_signed();
+  int32_t first;
+
   static __m256i dot(__m256i sum, __m256i w, __m256i x) {
-    if (kind == LOOM_KIND_INT4) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(w, x));
+    if (kShort) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
+    __m256i pairs = form_of(kind).is_signed()
+                        ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+                        : _mm256_maddubs_epi16(w, x);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 #endif

@@ -78,10 +78,18 @@ constexpr TileTable<sizeof...(R)> quantized_table(std::index_sequence<R...>) {
 constexpr auto kFloatTiles = float_table<2>(std::make_index_sequence<kRowTile>());
 constexpr auto kFloatWideTiles = float_table<4>(std::make_index_sequence<kWideRowTile>());
 constexpr auto kBf16Tiles = bf16_table<2>(std::make_index_sequence<kRowTile>());
-constexpr auto kInt8Tiles =
-    quantized_table<LOOM_KIND_INT8>(std::make_index_sequence<kQuantizedRowTile>());
-constexpr auto kInt4Tiles =
-    quantized_table<LOOM_KIND_INT4>(std::make_index_sequence<kQuantizedRowTile>());
+template <int kind>
+constexpr auto kQuantizedTiles =
+    quantized_table<kind>(std::make_index_sequence<kQuantizedRowTile>());
+
+// By kind, from the first quantized one on.
+template <int... i>
+constexpr auto quantized_tables(std::integer_sequence<int, i...>) {
+  return std::array{kQuantizedTiles<LOOM_KIND_INT8 + i>.data()...};
+}
+
+constexpr auto kTilesByKind =
+    quantized_tables(std::make_integer_sequence<int, LOOM_KINDS - LOOM_KIND_INT8>());
 
 struct Tiles {
   const TileFunction* by_rows;
@@ -89,21 +97,16 @@ struct Tiles {
 };
 
 Tiles tiles_of(int kind) {
-  switch (kind) {
-    case LOOM_KIND_BF16: return {kBf16Tiles.data(), kRowTile};
-    case LOOM_KIND_INT8: return {kInt8Tiles.data(), kQuantizedRowTile};
-    case LOOM_KIND_INT4: return {kInt4Tiles.data(), kQuantizedRowTile};
-    default: return {kFloatTiles.data(), kRowTile};
-  }
+  if (is_quantized(kind)) return {kTilesByKind[size_t(kind - LOOM_KIND_INT8)], kQuantizedRowTile};
+  return {kind == LOOM_KIND_BF16 ? kBf16Tiles.data() : kFloatTiles.data(), kRowTile};
 }
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-bool is_quantized(int kind) { return kind == LOOM_KIND_INT8 || kind == LOOM_KIND_INT4; }
-
 int64_t lines_of(int kind, int64_t k) {
-  constexpr int k_per_line[] = {1, 2, 4, 8};
-  return padded_k(kind, k) / k_per_line[kind];
+  int64_t wide = padded_k(kind, k);
+  if (is_quantized(kind)) return wide / kGroup * form_of(kind).lines();
+  return kind == LOOM_KIND_BF16 ? wide / 2 : wide;
 }
 
 }  // namespace
@@ -133,8 +136,8 @@ int64_t padded_k(int kind, int64_t k) {
 int64_t panel_bytes(int kind, int64_t k) {
   int64_t bytes = 64 * lines_of(kind, k);
   if (!is_quantized(kind)) return bytes;
-  int64_t scale_bytes = kind == LOOM_KIND_INT8 ? 32 : 64;
-  return round_up(bytes + padded_k(kind, k) / kGroup * scale_bytes, 64);
+  CodeForm form = form_of(kind);
+  return round_up(bytes + (k + form.span() - 1) / form.span() * form.span_bytes(), 64);
 }
 
 int64_t row_bytes(int kind, int64_t k) {
@@ -163,10 +166,12 @@ void quantize_row(const float* x, int64_t k, char* out) {
     bool finite = bits < 0x7f800000;
     float scale = finite ? peak / 127.0f : NAN;
     F16 inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
-    int32_t total = to_bytes(low * inverse, high * inverse, out + g * kGroup);
+    auto* bytes = (const int8_t*)out + g * kGroup;
+    int32_t total = to_bytes(low * inverse, high * inverse, out + g * kGroup), first = 0;
+    for (int i = 0; i < kGroup / 2; i++) first += bytes[i];
     // What the conversion made of a value that is no number may not fit the sum.
-    if (!finite) total = 0;
-    of_row[g] = {scale, scale * float(total), -128 * total, 0};
+    if (!finite) total = first = 0;
+    of_row[g] = {scale, scale * float(total), {first, total - first}};
   }
 }
 
@@ -245,19 +250,20 @@ void emit_product(const LoomLinear& layer, const Epilogue& e, int64_t row, int64
   }
 }
 
-// The two panels that are computed together.
+int64_t panels_of(const LoomLinear& layer) { return (layer.n + kPanel - 1) / kPanel; }
+
+// The two panels that are computed together; null: there are none to come.
 struct PanelPair {
-  const char* panel0;
-  const char* panel1;
+  const char *panel0, *panel1;
+  int kind0, kind1;
 };
 
 PanelPair panel_pair(const LoomLinear& layer, bool gated, int64_t pair) {
-  int64_t panels = (layer.n + kPanel - 1) / kPanel, bytes = panel_bytes(layer.kind, layer.k);
-  int64_t first = gated ? pair : 2 * pair;
+  int64_t panels = panels_of(layer), first = gated ? pair : 2 * pair;
   // An odd last panel is computed twice and written once.
   int64_t second = gated ? pair + panels / 2 : std::min(first + 1, panels - 1);
-  auto* start = (const char*)layer.panels;
-  return {start + first * bytes, start + second * bytes};
+  Panel a = panel_at(layer, first), b = panel_at(layer, second);
+  return {a.at, b.at, a.kind, b.kind};
 }
 
 int64_t pairs_of(const LoomLinear& layer) { return (layer.n + kPair - 1) / kPair; }
@@ -288,18 +294,36 @@ struct RowTiles {
   int64_t begin(int64_t i) const { return rows * i / count; }
 };
 
+// A tile of a pair of panels, whatever their kinds.
+void run_tile(int64_t rows, Tile tile, int64_t k, int kind0, int kind1) {
+  if (kind0 == kind1) {
+    tile.steps = lines_of(kind0, k);
+    return tiles_of(kind0).by_rows[rows - 1](tile);
+  }
+  // Kinds differ where two parts of a layer meet: each panel is computed as a pair with itself.
+  alignas(64) float second[kQuantizedRowTile * kPair];
+  Tile other = tile;
+  tile.panel1 = tile.panel0;
+  other.panel0 = other.panel1;
+  other.out = second;
+  run_tile(rows, tile, k, kind0, kind0);
+  run_tile(rows, other, k, kind1, kind1);
+  for (int64_t r = 0; r < rows; r++) {
+    store(tile.out + r * kPair + kPanel, load(second + r * kPair));
+  }
+}
+
 // Each row tile walks all of K.
-void run_whole(const Piece& piece, const RowTiles& tiles, const TileFunction* by_rows) {
+void run_whole(const Piece& piece, const RowTiles& tiles) {
   alignas(64) float sums[kRowTile * kPair];
-  int64_t lines = lines_of(piece.layer.kind, piece.layer.k);
   for (int64_t i = tiles.first; i < tiles.last; i++) {
     int64_t begin = tiles.begin(i), end = tiles.begin(i + 1);
     Tile tile = {piece.x.data + begin * piece.x.stride, piece.x.stride, piece.now.panel0,
-                 piece.now.panel1, lines, sums, kPair, false, nullptr, nullptr};
+                 piece.now.panel1, 0, sums, kPair, false, nullptr, nullptr};
     // With several row tiles, the first fetches the first panel to come, the second the other.
     if (i == tiles.first) tile.prefetch0 = piece.ahead.panel0;
     if (i == tiles.first + 1 || tiles.last - tiles.first == 1) tile.prefetch1 = piece.ahead.panel1;
-    by_rows[end - begin - 1](tile);
+    run_tile(end - begin, tile, piece.layer.k, piece.now.kind0, piece.now.kind1);
     piece.emit(begin, end, sums);
   }
 }
@@ -327,10 +351,11 @@ void run_blocked(const Piece& piece, const RowTiles& tiles) {
   int64_t k = padded_k(piece.layer.kind, piece.layer.k);
   for (int64_t first = tiles.first; first < tiles.last; first += kBlockTiles) {
     int64_t last = std::min(first + kBlockTiles, tiles.last), top = tiles.begin(first);
-    PanelPair ahead = first == tiles.first ? piece.ahead : PanelPair{nullptr, nullptr};
+    PanelPair ahead = first == tiles.first ? piece.ahead : PanelPair{};
     for (int64_t at = 0; at < k; at += kBlockK) {
       int64_t steps = std::min(kBlockK, k - at);
-      PanelPair now = {piece.now.panel0 + 64 * at, piece.now.panel1 + 64 * at};
+      PanelPair now = piece.now;
+      now.panel0 += 64 * at, now.panel1 += 64 * at;
       if (!wide) {
         now.panel0 = widened(piece.now.panel0, ahead.panel0, at / 2, steps / 2, panels[0]);
         now.panel1 = widened(piece.now.panel1, ahead.panel1, at / 2, steps / 2, panels[1]);
@@ -368,7 +393,7 @@ void run_words(const Piece& piece, const RowTiles& tiles) {
   for (int64_t top = first; top < last; top += kWordBlockRows) {
     int64_t rows = std::min(kWordBlockRows, last - top);
     const char* x = piece.x.data + top * stride;
-    PanelPair ahead = top == first ? piece.ahead : PanelPair{nullptr, nullptr};
+    PanelPair ahead = top == first ? piece.ahead : PanelPair{};
     for (int64_t at = 0; at < k; at += kWordBlockK) {
       int64_t count = std::min(kWordBlockK, k - at), group = at / kGroup;
       widen_block(piece.now.panel0, ahead.panel0, at, count, k, panels[0]);
@@ -391,25 +416,34 @@ void run_words(const Piece& piece, const RowTiles& tiles) {
 }
 #endif
 
-void run_piece(const Piece& piece, const RowTiles& tiles, const TileFunction* by_rows) {
+void run_piece(const Piece& piece, const RowTiles& tiles) {
 #if defined(LOOM_INT8_WORDS)
-  bool many = tiles.last - tiles.first > 1;
-  if (many && piece.layer.kind == LOOM_KIND_INT8) return run_words(piece, tiles);
+  bool of_bytes = piece.now.kind0 == LOOM_KIND_INT8 && piece.now.kind1 == LOOM_KIND_INT8;
+  if (of_bytes && tiles.last - tiles.first > 1) return run_words(piece, tiles);
 #endif
 #if !defined(LOOM_ZMM)
   bool of_floats = input_format(piece.layer.kind) == Format::kFloat;
   if (of_floats && tiles.last - tiles.first > 1) return run_blocked(piece, tiles);
 #endif
-  run_whole(piece, tiles, by_rows);
+  run_whole(piece, tiles);
 }
 
 }  // namespace
 
+Panel panel_at(const LoomLinear& layer, int64_t i) {
+  if (!layer.parts) {
+    return {(const char*)layer.panels + i * panel_bytes(layer.kind, layer.k), layer.kind};
+  }
+  auto* part = (const LoomLinear*)layer.panels;
+  for (; i >= panels_of(*part); part++) i -= panels_of(*part);
+  return panel_at(*part, i);
+}
+
 void linear(Worker& worker, const LoomLinear& layer, Rows x, int64_t rows, const Epilogue& epilogue,
             Coming coming) {
-  Tiles tiles = tiles_of(layer.kind);
   bool gated = epilogue.mode == Epilogue::kActAndMul;
-  int64_t pairs = pairs_of(layer), count = (rows + tiles.max_rows - 1) / tiles.max_rows;
+  int64_t most = tiles_of(layer.kind).max_rows;
+  int64_t pairs = pairs_of(layer), count = (rows + most - 1) / most;
   // More threads than pairs of panels: the rows are cut as well, in whole tiles.
   int64_t cuts = std::clamp<int64_t>(4 * worker.size() / std::max<int64_t>(pairs, 1), 1,
                                      std::max<int64_t>(count, 1));
@@ -424,14 +458,14 @@ void linear(Worker& worker, const LoomLinear& layer, Rows x, int64_t rows, const
       piece.ahead = panel_pair(*coming.layer, coming.gated, worker.id());
     }
     RowTiles part = {rows, count, count * cut / cuts, count * (cut + 1) / cuts};
-    run_piece(piece, part, tiles.by_rows);
+    run_piece(piece, part);
     task = following;
   }
   worker.finish();
 }
 
 void linear_each(Worker& worker, const std::vector<LayerRows>& layers) {
-  Tiles tiles = tiles_of(layers[0].layer->kind);
+  int64_t most = tiles_of(layers[0].layer->kind).max_rows;
   int64_t pairs = pairs_of(*layers[0].layer), tasks = int64_t(layers.size()) * pairs;
   auto panels_of = [&](int64_t task) {
     const LayerRows& of = layers[size_t(task / pairs)];
@@ -441,10 +475,10 @@ void linear_each(Worker& worker, const std::vector<LayerRows>& layers) {
   while (task < tasks) {
     int64_t following = worker.claim();
     const LayerRows& of = layers[size_t(task / pairs)];
-    int64_t count = (of.rows + tiles.max_rows - 1) / tiles.max_rows;
+    int64_t count = (of.rows + most - 1) / most;
     Piece piece = {*of.layer, of.epilogue, of.x, task % pairs, panels_of(task), {}};
     if (following < tasks) piece.ahead = panels_of(following);
-    run_piece(piece, {of.rows, count, 0, count}, tiles.by_rows);
+    run_piece(piece, {of.rows, count, 0, count});
     task = following;
   }
   worker.finish();

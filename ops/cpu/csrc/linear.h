@@ -9,11 +9,13 @@
 //             scales per 32 k
 //   int4      8 k a line:  16 quads in the low halves (k .. k + 3) and in the high halves
 //             (k + 4 .. k + 7); after the lines, 16 half scales and 16 half minima per 32 k
-// K is padded with zeros to whole lines, int8 and int4 to whole groups.
+//   others    see forms.h, which these two fit
+// K is padded with zeros to whole lines, quantized kinds to whole groups.
 //
 // Order. Each output is one accumulator that walks K in steps of one line from 0 upwards, whatever
 // the number of rows beside it, so a row's result never depends on its neighbours (nor on the
-// number of threads). The int kinds add up a group in int32 and the groups in float32, in order.
+// number of threads). The quantized kinds add up what shares a scale in int32 and those sums in
+// float32, in order.
 //
 // Blocking. Two panels (32 outputs) by up to kRowTile rows of accumulators stay in registers. A
 // thread takes a pair of panels over all rows, then claims the next pair, whose lines it prefetches
@@ -26,6 +28,7 @@
 #include <vector>
 
 #include "api.h"
+#include "forms.h"
 #include "simd.h"
 #include "team.h"
 
@@ -137,5 +140,20 @@ F16 act_and_mul(int activation, F16 gate, F16 up);
 // x as panels of `kind`, see above. Panels first <= p < last are written.
 void pack_panels(int kind, const void* weight, int type, int64_t n, int64_t k, int64_t stride,
                  int64_t first, int64_t last, char* out);
+
+// The same from the numbers of a quantized kind.
+void pack_codes(int kind, const LoomCodes& codes, int64_t n, int64_t k, int64_t first, int64_t last,
+                char* out);
+
+// Row `row` of a layer of a quantized kind, as floats [k].
+void unpack_row(const LoomLinear& layer, int64_t row, float* out);
+
+// A panel of a layer: where it begins, and its kind.
+struct Panel {
+  const char* at;
+  int kind;
+};
+
+Panel panel_at(const LoomLinear& layer, int64_t i);
 
 }  // namespace loom

@@ -60,12 +60,10 @@ void tile_bf16_by_matrix(const Tile& t) {
 
 #if defined(LOOM_SMMLA)
 
-// Eight k of sixteen outputs, two outputs in each element: the two quads of each side by side.
-template <int kind>
-inline void eight_k(const char* line, int8x16_t out[8]) {
-  constexpr int quads = Group<kind>::quads;
-  Bytes first = weights_of<kind>(line, 0);
-  Bytes second = weights_of<kind>(line + (quads == 1 ? 64 : 0), quads - 1);
+// Quads `quad` and the one behind it of sixteen outputs: eight k of two outputs in each element.
+template <int kind, int quad>
+inline void eight_k(const char* group, int8x16_t out[8]) {
+  Bytes first = codes_of<kind, quad>(group), second = codes_of<kind, quad + 1>(group);
   for (int i = 0; i < 4; i++) {
     int32x4_t a = vreinterpretq_s32_s8(first.v[i]), b = vreinterpretq_s32_s8(second.v[i]);
     out[2 * i] = vreinterpretq_s8_s32(vzip1q_s32(a, b));
@@ -73,54 +71,66 @@ inline void eight_k(const char* line, int8x16_t out[8]) {
   }
 }
 
-// The sums of group g of one panel's lines; the lines of `next` are fetched meanwhile.
-template <int kind, int R>
-inline void sum_group(const Tile& t, int64_t g, const char* next, float32x4_t out[][8]) {
-  using G = Group<kind>;
-  constexpr int pairs = (R + 1) / 2;
+// The sums of stretch `part` of group g of one panel, without their start.
+template <int kind, int part, int R>
+inline void sum_stretch(const Tile& t, int64_t g, float32x4_t out[][8],
+                        const GroupOfRow* const of_row[R]) {
+  constexpr CodeForm form = form_of(kind);
+  constexpr int pairs = (R + 1) / 2, eights = form.stretch / 8;
   int32x4_t sums[pairs][8] = {};
-  for (int64_t at = g * kGroup; at < (g + 1) * kGroup; at += 8) {
-    int64_t line = at / G::k_per_line;
-    prefetch(next + 64 * line);
-    if (G::quads == 1) prefetch(next + 64 * line + 64);
+  unrolled<eights>([&](auto i) __attribute__((always_inline)) {
+    constexpr int at = part * form.stretch + 8 * decltype(i)::value;
     int8x16_t w[8];
-    eight_k<kind>(t.panel0 + 64 * line, w);
+    eight_k<kind, at / 4>(t.panel0 + 64 * g * form.lines(), w);
 #pragma GCC unroll 2
     for (int i = 0; i < pairs; i++) {
       auto row = [&](int which) {
-        return vld1_s8((const int8_t*)t.x + row_in<R>(i, which) * t.x_stride + at);
+        return vld1_s8((const int8_t*)t.x + row_in<R>(i, which) * t.x_stride + g * kGroup + at);
       };
       int8x16_t x = vcombine_s8(row(0), row(1));
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++) sums[i][j] = vmmlaq_s32(sums[i][j], x, w[j]);
     }
-  }
+  });
 #pragma GCC unroll 2
   for (int i = 0; i < pairs; i++) {
+    // An element has two outputs of the first row, then of the second.
+    int32x2_t first = vdup_n_s32(start_of<kind>(*of_row[row_in<R>(i, 0)], part));
+    int32x2_t second = vdup_n_s32(start_of<kind>(*of_row[row_in<R>(i, 1)], part));
+    int32x4_t start = vcombine_s32(first, second);
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) out[i][j] = vcvtq_f32_s32(sums[i][j]);
+    for (int j = 0; j < 8; j++) out[i][j] = vcvtq_f32_s32(vaddq_s32(sums[i][j], start));
   }
 }
 
 // tile_quantized_panels of one panel, with its bits.
 template <int kind, int R>
 void tile_quantized_by_matrix(const Tile& t) {
-  using G = Group<kind>;
-  int64_t groups = t.steps / G::lines;
+  constexpr CodeForm form = form_of(kind);
+  constexpr int lines = form.lines();
+  int64_t groups = t.steps / lines;
   const char* next = t.prefetch0 ? t.prefetch0 : t.panel0;
   Accumulators<R, 1> acc;
   acc.start(t);
   for (int64_t g = 0; g < groups; g++) {
-    int64_t at = 64 * t.steps + g * G::scale_bytes;  // of the group's scales in a panel
-    prefetch(next + at);
-    float32x4_t sums[(R + 1) / 2][8];
-    sum_group<kind, R>(t, g, next, sums);
+    prefetch(next + 64 * t.steps + g * form.group_scale_bytes());
+    for (int i = 0; i < lines; i++) prefetch(next + 64 * (g * lines + i));
+    const GroupOfRow* of_row[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      auto* of_row = (const GroupOfRow*)(t.x + r * t.x_stride + groups * kGroup) + g;
-      acc.a[r][0] = add_group<kind>(acc.a[r][0], sums_of_row(sums[r / 2], r % 2), t.panel0 + at,
-                                    of_row->scale, of_row->scaled_sum);
+      of_row[r] = (const GroupOfRow*)(t.x + r * t.x_stride + groups * kGroup) + g;
     }
+    unrolled<kGroup / form.stretch>([&](auto part) __attribute__((always_inline)) {
+      constexpr int stretch = decltype(part)::value;
+      float32x4_t sums[(R + 1) / 2][8];
+      sum_stretch<kind, stretch, R>(t, g, sums, of_row);
+      Scales<kind> of_panel(t.panel0 + 64 * t.steps, g, stretch);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        F16 sum = sums_of_row(sums[r / 2], r % 2);
+        acc.a[r][0] = add_stretch<kind>(acc.a[r][0], sum, of_panel, *of_row[r], stretch);
+      }
+    });
   }
   acc.finish(t);
 }

@@ -1,10 +1,13 @@
-// Register tiles of the int8 and int4 kinds.
+// Register tiles of the quantized kinds.
 //
-// The input rows are int8 with one float scale per group: a group's products add up exactly in
-// int32 (integers.h), then join the float sum with both scales. The weight's offset needs no work
-// per element: sum((w + 128) x) - 128 sum(x), and sum(scale q x + minimum x) = scale sum(q x) +
-// minimum sum(x), where sum(x) belongs to the row. Every machine computes the same bits.
+// The input rows are int8 with one float scale per group of 32: the products of a stretch that
+// shares a scale add up exactly in int32 (integers.h), then join the float sum with both scales. An
+// offset of the codes needs no work per element: sum((w + offset) x) - offset sum(x), and
+// sum(scale q x + minimum x) = scale sum(q x) + minimum sum(x), where sum(x) belongs to the row.
+// Every machine computes the same bits.
 #pragma once
+
+#include <utility>
 
 #include "integers.h"
 #include "tiles.h"
@@ -15,27 +18,59 @@ namespace loom {
 struct GroupOfRow {
   float scale;
   float scaled_sum;  // scale * sum of the group's bytes
-  int32_t offset;    // -128 * that sum: what the weights' offset of 128 adds too much
-  int32_t reserved;
+  int32_t sums[2];   // of the bytes of each half
 };
 
+// Scale and minimum of sixteen outputs for one stretch of k: factors times integers, which is exact
+// in float32.
 template <int kind>
-struct Group {
-  static constexpr int k_per_line = kind == LOOM_KIND_INT8 ? 4 : 8;
-  static constexpr int quads = k_per_line / 4;
-  static constexpr int lines = kGroup / k_per_line;
-  static constexpr int scale_bytes = kind == LOOM_KIND_INT8 ? 32 : 64;
+struct Scales {
+  static constexpr CodeForm form = form_of(kind);
+  F16 scale, minimum;
+
+  // Stretch `part` of group `g` in the scales of a panel.
+  Scales(const char* scales, int64_t g, int part) {
+    constexpr int groups = form.span() / kGroup, parts = kGroup / form.stretch;
+    const char* span = scales + g / groups * form.span_bytes();
+    scale = load_half((const half*)span);
+    if constexpr (form.has_minimum()) minimum = load_half((const half*)span + kPanel);
+    if constexpr (form.has_integers()) {
+      int64_t at = (g % groups * parts + part) * form.integer_bytes();
+      auto* integers = (const int8_t*)span + form.factor_bytes() + at;
+      scale = scale * load_int8(integers);
+      if constexpr (form.has_minimum()) minimum = minimum * load_int8(integers + kPanel);
+    }
+  }
 };
 
-// sum += (int32 sum of a group) scaled; `scales` is the group's entry of the panel.
+// sum += the integer sum of stretch `part` of a group, scaled.
 template <int kind>
-inline F16 add_group(F16 sum, F16 group, const char* scales, float row_scale, float row_sum) {
-  F16 scale = load_half((const half*)scales);
-  sum = fma(group, scale * splat(row_scale), sum);
-  if (kind == LOOM_KIND_INT4) {
-    sum = fma(load_half((const half*)scales + kPanel), splat(row_sum), sum);
+inline F16 add_stretch(F16 sum, F16 stretch, const Scales<kind>& of_panel, const GroupOfRow& of_row,
+                       int part) {
+  constexpr CodeForm form = form_of(kind);
+  sum = fma(stretch, of_panel.scale * splat(of_row.scale), sum);
+  if constexpr (form.has_minimum()) {
+    bool whole = form.stretch == kGroup;
+    float row_sum = whole ? of_row.scaled_sum : of_row.scale * float(of_row.sums[part]);
+    sum = fma(of_panel.minimum, splat(row_sum), sum);
   }
   return sum;
+}
+
+// What the integer sum of a stretch starts from.
+template <int kind>
+inline int32_t start_of(const GroupOfRow& of_row, int part) {
+  bool whole = form_of(kind).stretch == kGroup;
+  int32_t sum = whole ? of_row.sums[0] + of_row.sums[1] : of_row.sums[part];
+  return -stored_offset<kind> * sum;
+}
+
+// Calls body(0) to body(count - 1) with constants.
+template <int count, class Body>
+__attribute__((always_inline)) inline void unrolled(Body&& body) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, i>{}), ...);
+  }(std::make_integer_sequence<int, count>{});
 }
 
 // Rows whose integer sums fit the registers, beside float sums where there are 32 registers.
@@ -47,51 +82,57 @@ constexpr int kQuantizedRowTile = 4;
 
 template <int kind, int R, int P>
 void tile_quantized_panels(const Tile& t) {
-  using G = Group<kind>;
-  int64_t groups = t.steps / G::lines;
+  constexpr CodeForm form = form_of(kind);
+  constexpr int lines = form.lines(), parts = kGroup / form.stretch, quads = form.stretch / 4;
+  constexpr int scale_bytes = form.group_scale_bytes();
+  int64_t groups = t.steps / lines;
   const char* next[2] = {t.prefetch0 ? t.prefetch0 : t.panel0,
                          t.prefetch1 ? t.prefetch1 : t.panel1};
   Accumulators<R, P> acc;
   acc.start(t);
   for (int64_t g = 0; g < groups; g++) {
     const GroupOfRow* of_row[R];
-    GroupSum<kind> sums[R][P];
+    const char* x[R];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
+      x[r] = t.x + r * t.x_stride + g * kGroup;
       of_row[r] = (const GroupOfRow*)(t.x + r * t.x_stride + groups * kGroup) + g;
-#pragma GCC unroll 2
-      for (int p = 0; p < P; p++) sums[r][p].start(of_row[r]->offset);
     }
 #pragma GCC unroll 2
-    for (int p = 0; p < P; p++) prefetch(next[p] + 64 * t.steps + g * G::scale_bytes);
-    // Unrolled: in a loop GCC copies every sum twice around its product.
-#pragma GCC unroll 8
-    for (int i = 0; i < G::lines; i++) {
-      int64_t s = g * G::lines + i;
+    for (int p = 0; p < P; p++) prefetch(next[p] + 64 * t.steps + g * scale_bytes);
+    unrolled<parts>([&](auto part) __attribute__((always_inline)) {
+      GroupSum<kind> sums[R][P];
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) {
+        int32_t start = start_of<kind>(*of_row[r], part);
 #pragma GCC unroll 2
-      for (int p = 0; p < P; p++) prefetch(next[p] + 64 * s);
-#pragma GCC unroll 2
-      for (int q = 0; q < G::quads; q++) {
+        for (int p = 0; p < P; p++) sums[r][p].start(start);
+      }
+      // Unrolled: in a loop GCC copies every sum twice around its product.
+      unrolled<quads>([&](auto i) __attribute__((always_inline)) {
+        constexpr int quad = decltype(part)::value * quads + decltype(i)::value;
         Bytes w[P];
 #pragma GCC unroll 2
-        for (int p = 0; p < P; p++) w[p] = weights_of<kind>(panel_of<P>(t, p) + 64 * s, q);
+        for (int p = 0; p < P; p++) {
+          if constexpr (quad < lines) prefetch(next[p] + 64 * (g * lines + quad));
+          w[p] = codes_of<kind, quad>(panel_of<P>(t, p) + 64 * g * lines);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
-          Quad x(t.x + r * t.x_stride + s * G::k_per_line + 4 * q);
+          Quad of_x(x[r] + 4 * quad);
 #pragma GCC unroll 2
-          for (int p = 0; p < P; p++) sums[r][p].add(w[p], x);
+          for (int p = 0; p < P; p++) sums[r][p].add(w[p], of_x);
         }
-      }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++) {
-      float scale = of_row[r]->scale, row_sum = of_row[r]->scaled_sum;
+      });
 #pragma GCC unroll 2
       for (int p = 0; p < P; p++) {
-        const char* scales = panel_of<P>(t, p) + 64 * t.steps + g * G::scale_bytes;
-        acc.a[r][p] = add_group<kind>(acc.a[r][p], sums[r][p].value(), scales, scale, row_sum);
+        Scales<kind> of_panel(panel_of<P>(t, p) + 64 * t.steps, g, part);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+          acc.a[r][p] = add_stretch<kind>(acc.a[r][p], sums[r][p].value(), of_panel, *of_row[r], part);
+        }
       }
-    }
+    });
   }
   acc.finish(t);
 }

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from ops.coded_weight import CodedMatrix
     from runtime.checkpoints.quantized.stored import StoredWeight
 
 _METHODS: dict[str, Callable[[Reader, Settings], dict[str, StoredWeight]]] = {
@@ -53,6 +54,10 @@ class DequantizedCheckpoint:
             return self._inner.read(name)
         values = np.ascontiguousarray(weight.values(), np.float32)
         return RawTensor(weight.shape, "float32", values.data.cast("B"))
+
+    def coded(self, name: str) -> CodedMatrix | None:
+        """See `Checkpoint.coded`: none of these layouts is kept."""
+        return None
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:

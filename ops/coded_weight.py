@@ -1,0 +1,103 @@
+"""Weights that a checkpoint holds as integers, handed to an op set that keeps them so.
+
+    weight[n, k] = factor * scale * (code - offset) + minimum factor * minimum
+
+Scales and minima are small integers, one for each stretch of k; factors are half floats, one for
+each span of k. The kinds are those of the blocks of GGUF files; offset, stretch and span belong to
+the kind. "int8" has codes q + 128, and of "iq4_nl" and "iq4_xs" a code stands for a number of a
+fixed table instead of for itself. No torch here: checkpoints are read without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+
+class CodeShape(NamedTuple):
+    """k that share a scale, and k that share a factor."""
+
+    stretch: int
+    span: int
+    has_scales: bool
+    has_minima: bool
+
+
+CODE_SHAPES = {
+    "int8": CodeShape(32, 32, has_scales=False, has_minima=False),
+    "int4": CodeShape(32, 32, has_scales=False, has_minima=True),
+    "q5_1": CodeShape(32, 32, has_scales=False, has_minima=True),
+    "iq4_nl": CodeShape(32, 32, has_scales=False, has_minima=False),
+    "q2_k": CodeShape(16, 256, has_scales=True, has_minima=True),
+    "q3_k": CodeShape(16, 256, has_scales=True, has_minima=False),
+    "q4_k": CodeShape(32, 256, has_scales=True, has_minima=True),
+    "q5_k": CodeShape(32, 256, has_scales=True, has_minima=True),
+    "q6_k": CodeShape(16, 256, has_scales=True, has_minima=False),
+    "iq4_xs": CodeShape(32, 256, has_scales=True, has_minima=False),
+}
+
+
+# Of a matrix that another one stands below, the rows are a multiple of so many.
+CODED_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """The numbers of some rows, contiguous arrays.
+
+    Args:
+        codes: [n, k] uint8. scales, minima: [n, k / stretch] int8 where the kind has them; "int4"
+            and "q5_1" have minimum factors alone.
+        factors, minimum_factors: [n, k / span] float16.
+    """
+
+    codes: NDArray[Any]
+    factors: NDArray[Any]
+    scales: NDArray[Any] | None = None
+    minimum_factors: NDArray[Any] | None = None
+    minima: NDArray[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMatrix:
+    """A matrix [n, k] of one kind, not read yet.
+
+    Args:
+        kind: a key of `CODE_SHAPES`.
+        read: rows first to last - 1; called in any order.
+    """
+
+    kind: str
+    n: int
+    k: int
+    read: Callable[[int, int], Codes]
+
+    def pieces(self, rows: int) -> Iterator[tuple[int, Codes]]:
+        """All rows, so many at a time: the first one's number, and their numbers."""
+        for first in range(0, self.n, rows):
+            yield first, self.read(first, min(first + rows, self.n))
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A weight [n, k] as matrices one below the other."""
+
+    parts: tuple[CodedMatrix, ...]
+
+    @property
+    def n(self) -> int:
+        return sum(part.n for part in self.parts)
+
+    @property
+    def k(self) -> int:
+        return self.parts[0].k
+
+    def first_rows(self, count: int) -> CodedWeight:
+        """Of a weight of one part."""
+        (part,) = self.parts
+        return CodedWeight((replace(part, n=count),))

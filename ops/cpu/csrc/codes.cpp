@@ -1,0 +1,136 @@
+// Weights of the quantized kinds from their numbers into panels, and back; see forms.h.
+#include <algorithm>
+#include <cstring>
+
+#include "linear.h"
+
+namespace loom {
+
+namespace {
+
+// A plane of codes: their bits from `from` on, `width` of them.
+struct Plane {
+  int width, from;
+};
+
+// Those of a form, in the order of their lines.
+struct Planes {
+  Plane plane[3];
+  int count = 0;
+
+  explicit Planes(int bits) {
+    if (bits == 8) {
+      plane[count++] = {8, 0};
+      return;
+    }
+    for (int width : {4, 2, 1}) {
+      if (bits & width) plane[count++] = {width, (bits & ~(2 * width - 1)) };
+    }
+  }
+};
+
+uint32_t word_of(const uint8_t* bytes) {
+  uint32_t word;
+  memcpy(&word, bytes, 4);
+  return word;
+}
+
+// The 32 codes of an output to its words of a group's lines.
+void put_codes(int bits, const uint8_t* codes, int lane, char* lines) {
+  Planes planes(bits);
+  for (int p = 0; p < planes.count; p++) {
+    auto [width, from] = planes.plane[p];
+    uint32_t mask = ((1u << width) - 1) * 0x01010101u;
+    for (int quad = 0; quad < kGroup / 4; lines += 64) {
+      uint32_t word = 0;
+      for (int at = 0; at < 8; at += width, quad++) {
+        word |= (word_of(codes + 4 * quad) >> from & mask) << at;
+      }
+      memcpy(lines + 4 * lane, &word, 4);
+    }
+  }
+}
+
+void get_codes(int bits, const char* lines, int lane, uint8_t* codes) {
+  Planes planes(bits);
+  std::fill(codes, codes + kGroup, uint8_t(0));
+  for (int p = 0; p < planes.count; p++) {
+    auto [width, from] = planes.plane[p];
+    for (int quad = 0; quad < kGroup / 4; lines += 64) {
+      for (int at = 0; at < 8; at += width, quad++) {
+        for (int i = 0; i < 4; i++) {
+          int part = uint8_t(lines[4 * lane + i]) >> at & ((1 << width) - 1);
+          codes[4 * quad + i] |= uint8_t(part << from);
+        }
+      }
+    }
+  }
+}
+
+// One span's factors and integers of an output, to where the panel has the span's.
+void put_scales(const CodeForm& form, const LoomCodes& c, int64_t span_of_all, int lane, char* out) {
+  int stretches = form.span() / form.stretch;
+  memcpy(out + 2 * lane, c.factors + span_of_all, 2);
+  if (form.has_minimum()) memcpy(out + 2 * (kPanel + lane), c.minimum_factors + span_of_all, 2);
+  if (!form.has_integers()) return;
+  char* integers = out + form.factor_bytes();
+  for (int i = 0; i < stretches; i++, integers += form.integer_bytes()) {
+    integers[lane] = char(c.scales[span_of_all * stretches + i]);
+    if (form.has_minimum()) integers[kPanel + lane] = char(c.minima[span_of_all * stretches + i]);
+  }
+}
+
+}  // namespace
+
+void pack_codes(int kind, const LoomCodes& codes, int64_t n, int64_t k, int64_t first, int64_t last,
+                char* out) {
+  CodeForm form = form_of(kind);
+  int64_t bytes = panel_bytes(kind, k), groups = k / kGroup, spans = k / form.span();
+  int64_t group_bytes = 64 * form.lines();
+  for (int64_t p = first; p < last; p++) {
+    char *panel = out + p * bytes, *scales = panel + groups * group_bytes;
+    memset(panel, 0, size_t(bytes));  // outputs beyond the last have factors of zero
+    for (int lane = 0; lane < kPanel && p * kPanel + lane < n; lane++) {
+      int64_t row = p * kPanel + lane;
+      for (int64_t g = 0; g < groups; g++) {
+        put_codes(form.bits, codes.codes + row * k + g * kGroup, lane, panel + g * group_bytes);
+      }
+      for (int64_t s = 0; s < spans; s++) {
+        put_scales(form, codes, row * spans + s, lane, scales + s * form.span_bytes());
+      }
+    }
+  }
+}
+
+void unpack_row(const LoomLinear& layer, int64_t row, float* out) {
+  auto [panel, kind] = panel_at(layer, row / kPanel);
+  int lane = int(row % kPanel);
+  CodeForm form = form_of(kind);
+  int64_t groups = padded_k(kind, layer.k) / kGroup;
+  const char* scales = panel + groups * 64 * form.lines();
+  auto half_at = [&](const char* at, int i) {
+    half h;
+    memcpy(&h, at + 2 * i, 2);
+    return to_float_half(h);
+  };
+  for (int64_t g = 0; g < groups; g++) {
+    uint8_t codes[kGroup];
+    get_codes(form.bits, panel + g * 64 * form.lines(), lane, codes);
+    int64_t group_in_span = g % (form.span() / kGroup);
+    const char* span = scales + g / (form.span() / kGroup) * form.span_bytes();
+    for (int i = 0; i < kGroup && g * kGroup + i < layer.k; i++) {
+      float scale = half_at(span, lane);
+      float minimum = form.has_minimum() ? half_at(span, kPanel + lane) : 0.0f;
+      if (form.has_integers()) {
+        int64_t stretch = (group_in_span * kGroup + i) / form.stretch;
+        const char* integers = span + form.factor_bytes() + stretch * form.integer_bytes();
+        scale *= float(int8_t(integers[lane]));
+        if (form.has_minimum()) minimum *= float(int8_t(integers[kPanel + lane]));
+      }
+      int code = form.of_table ? kTable[codes[i]] : codes[i] - (form.in_bytes() ? 128 : form.offset);
+      out[g * kGroup + i] = scale * float(code) + minimum;
+    }
+  }
+}
+
+}  // namespace loom

@@ -1,0 +1,76 @@
+// What the quantized kinds of weights are made of. A weight is
+//
+//   factor * scale * (code - offset) + minimum factor * minimum
+//
+// where scale and minimum are small integers, or left out, and the factors half floats. The kinds
+// from LOOM_KIND_Q2_K on hold the numbers of the blocks of GGUF files as they are.
+//
+// A panel has, for each 32 k of its 16 outputs, the codes in planes of 4, 2 and 1 bits (5 bits are
+// a plane of 4 and one of 1): a plane's line of 64 bytes is 16 words, one for each output, and the
+// four codes of a quad stand in the four bytes of a word, quad after quad from the lowest bits on.
+// Behind all codes follow the scales, as `Scaling` says.
+#pragma once
+
+#include <cstdint>
+
+#include "api.h"
+
+namespace loom {
+
+enum class Scaling {
+  kHalf,               // per 32 k: 16 half factors
+  kHalfAndMinimum,     // per 32 k: 16 half factors, 16 half minima
+  kIntegers,           // per 256 k: 16 half factors; then per stretch 16 int8 scales
+  kIntegersAndMinima,  // per 256 k: 16 half factors, 16 half minimum factors; then per stretch 16
+                       // int8 scales, 16 int8 minima
+};
+
+struct CodeForm {
+  int bits;
+  int stretch;  // k that share a scale
+  Scaling scaling;
+  int offset = 0;
+  bool of_table = false;  // codes are indices of kTable
+
+  constexpr bool in_bytes() const { return bits == 8; }
+  constexpr bool is_signed() const { return in_bytes() || of_table; }
+  constexpr bool has_minimum() const {
+    return scaling == Scaling::kHalfAndMinimum || scaling == Scaling::kIntegersAndMinima;
+  }
+  constexpr bool has_integers() const {
+    return scaling == Scaling::kIntegers || scaling == Scaling::kIntegersAndMinima;
+  }
+  // k that share a factor, and the bytes of their scales.
+  constexpr int span() const { return has_integers() ? 256 : 32; }
+  constexpr int factor_bytes() const { return has_minimum() ? 64 : 32; }
+  constexpr int integer_bytes() const { return !has_integers() ? 0 : has_minimum() ? 32 : 16; }
+  constexpr int span_bytes() const {
+    return factor_bytes() + span() / stretch * integer_bytes();
+  }
+  constexpr int group_scale_bytes() const { return span_bytes() / (span() / 32); }  // on average
+  constexpr int lines() const { return bits; }  // per 32 k
+};
+
+constexpr CodeForm form_of(int kind) {
+  switch (kind) {
+    case LOOM_KIND_INT8: return {8, 32, Scaling::kHalf};
+    case LOOM_KIND_INT4: return {4, 32, Scaling::kHalfAndMinimum};
+    case LOOM_KIND_Q5_1: return {5, 32, Scaling::kHalfAndMinimum};
+    case LOOM_KIND_Q2_K: return {2, 16, Scaling::kIntegersAndMinima};
+    case LOOM_KIND_Q3_K: return {3, 16, Scaling::kIntegers, 4};
+    case LOOM_KIND_Q4_K: return {4, 32, Scaling::kIntegersAndMinima};
+    case LOOM_KIND_Q5_K: return {5, 32, Scaling::kIntegersAndMinima};
+    case LOOM_KIND_Q6_K: return {6, 16, Scaling::kIntegers, 32};
+    case LOOM_KIND_IQ4_NL: return {4, 32, Scaling::kHalf, 0, true};
+    case LOOM_KIND_IQ4_XS: return {4, 32, Scaling::kIntegers, 0, true};
+    default: return {};
+  }
+}
+
+constexpr bool is_quantized(int kind) { return kind >= LOOM_KIND_INT8; }
+
+// What the codes of the IQ4 kinds stand for (ggml's kvalues_iq4nl).
+constexpr int8_t kTable[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                               1,    13,   25,  38,  53,  69,  89,  113};
+
+}  // namespace loom

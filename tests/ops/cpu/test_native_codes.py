@@ -1,0 +1,198 @@
+"""Weights of integers in the kernels: every type of GGUF's blocks, compared with the `gguf`
+package's values.
+
+The blocks are random bytes, so that every code, scale and minimum occurs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+
+from ops.coded_weight import CodedMatrix, CodedWeight
+from ops.cpu import native_codes
+from ops.op_set import Expert, PackedEmbedding
+from runtime.checkpoints.gguf_codes import code_kind, read_codes
+from tests.ops.cpu.cases import generator
+from tests.ops.cpu.conftest import all_paths, open_ops
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from ops.cpu.native import NativeOps
+
+# Where a block's half-precision factors stand.
+TYPES = {
+    Kind.Q4_0: [0],
+    Kind.Q4_1: [0, 2],
+    Kind.Q5_0: [0],
+    Kind.Q5_1: [0, 2],
+    Kind.Q8_0: [0],
+    Kind.Q2_K: [80, 82],
+    Kind.Q3_K: [108],
+    Kind.Q4_K: [0, 2],
+    Kind.Q5_K: [0, 2],
+    Kind.Q6_K: [208],
+    Kind.IQ4_NL: [0],
+    Kind.IQ4_XS: [0],
+}
+by_type = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+
+
+def random_blocks(kind: Kind, n: int, k: int, seed: int = 0, spread: float = 0.01) -> NDArray[Any]:
+    """Rows of blocks, whose factors have this deviation."""
+    rand = np.random.default_rng(seed)
+    values, size = GGML_QUANT_SIZES[kind]
+    blocks = rand.integers(0, 256, (n, k // values, size), dtype=np.uint8)
+    for at in TYPES[kind]:
+        factors = (rand.standard_normal(blocks.shape[:2]) * spread).astype(np.float16)
+        blocks[..., at : at + 2] = factors[..., None].view(np.uint8)
+    return blocks.reshape(n, -1)
+
+
+def coded(kind: Kind, n: int, k: int, seed: int = 0) -> tuple[CodedMatrix, Tensor]:
+    """A matrix of random blocks, and its values by the package."""
+    rows = random_blocks(kind, n, k, seed)
+    name = code_kind(kind)
+    assert name is not None
+    matrix = CodedMatrix(name, n, k, lambda first, last: read_codes(kind, rows[first:last]))
+    return matrix, torch.from_numpy(dequantize(rows, kind))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """The input as the kernels take it: int8 with a scale for each 32."""
+    groups = x.reshape(len(x), -1, 32)
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    whole = (groups / scale.where(scale > 0, torch.ones(()))).round()
+    return (whole * scale).reshape(x.shape)
+
+
+@by_type
+def test_packed_values_are_the_packages_to_the_bit(
+    native: NativeOps, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_codes, "_PIECE", 768 * 32)  # in more than one piece
+    matrix, values = coded(kind, 70, 768)
+    embedding = PackedEmbedding(native.pack_linear(CodedWeight((matrix,))), "float32")
+    assert torch.equal(native.embed(torch.arange(70), embedding), values)
+    narrow = PackedEmbedding(embedding.linear, "bfloat16")
+    assert torch.equal(
+        native.embed(torch.tensor([69, 0, 69]), narrow), values[[69, 0, 69]].bfloat16()
+    )
+    with pytest.raises(IndexError, match="a token id is outside the vocabulary"):
+        native.embed(torch.tensor([70]), embedding)
+
+
+@by_type
+def test_the_product_is_that_of_the_values_and_the_rounded_input(
+    native: NativeOps, kind: Kind
+) -> None:
+    matrix, values = coded(kind, 50, 512)
+    bias = torch.randn(50, generator=generator(2))
+    packed = native.pack_linear(CodedWeight((matrix,)), bias)
+    x = torch.randn(13, 512, generator=generator(3))
+    x[3] = 0
+    want = rounded(x).double() @ values.double().T + bias.double()
+    alone = torch.cat([native.linear(row[None], packed) for row in x])
+    assert float((alone - want).norm() / want.norm()) < 1e-6
+    for rows in range(1, 14):
+        assert torch.equal(native.linear(x[:rows], packed), alone[:rows])
+
+
+@by_type
+def test_the_largest_integers_add_up_exactly(native: NativeOps, kind: Kind) -> None:
+    """Codes and inputs at the ends of their ranges, which no smaller sum than int32 holds: with
+    factors of 1 all values are integers, and so is the result."""
+    rows = random_blocks(kind, 40, 512, seed=5)
+    rows[rows < 85], rows[rows > 170] = 0, 255
+    blocks = rows.reshape(40, -1, GGML_QUANT_SIZES[kind][1])
+    for at in TYPES[kind]:
+        blocks[..., at : at + 2] = np.array([0, 0x3C], np.uint8)  # 1
+    matrix, values = coded(kind, 40, 512)
+    matrix = replace(matrix, read=lambda first, last: read_codes(kind, rows[first:last]))
+    values = torch.from_numpy(dequantize(rows, kind))
+    x = torch.where(torch.rand(5, 512, generator=generator()) < 0.5, -127.0, 127.0)
+    x[0] = 127.0
+    got = native.linear(x, native.pack_linear(CodedWeight((matrix,))))
+    want = x.double() @ values.double().T
+    # Sums of more than 24 bits are rounded; float32 sums of the values would be as well.
+    assert float(((got - want).abs() / want.abs().clamp(min=2**22)).max()) < 1e-6
+
+
+def test_parts_of_different_kinds_give_what_each_gives_alone(native: NativeOps) -> None:
+    """Pairs of panels lie across the borders of the parts."""
+    kinds = (Kind.Q4_K, Kind.Q6_K, Kind.Q8_0, Kind.Q4_K)
+    matrices = [
+        coded(kind, n, 256, seed)[0]
+        for seed, (kind, n) in enumerate(zip(kinds, (48, 16, 80, 21), strict=True))
+    ]
+    packed = native.pack_linear(CodedWeight(tuple(matrices)))
+    x = torch.randn(9, 256, generator=generator())
+    for rows in (1, 2, 9):
+        parts = [native.linear(x[:rows], native.pack_linear(CodedWeight((m,)))) for m in matrices]
+        assert torch.equal(native.linear(x[:rows], packed), torch.cat(parts, 1))
+
+
+def test_experts_with_parts_equal_those_one_by_one(native: NativeOps) -> None:
+    """Gate and up are of different kinds: their panels are computed in pairs."""
+    experts = []
+    for seed in range(3):
+        gate, up = coded(Kind.Q4_K, 256, 256, seed)[0], coded(Kind.Q6_K, 256, 256, seed + 9)[0]
+        down = coded(Kind.Q5_K, 256, 256, seed + 20)[0]
+        experts.append(Expert(CodedWeight((gate, up)), CodedWeight((down,))))
+    packed = native.pack_experts(experts)
+    x = torch.randn(7, 256, generator=generator())
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2], [2, 0], [0, 2]])
+    weights = torch.rand(7, 2, generator=generator(1))
+    want = torch.zeros(7, 256)
+    for expert in range(3):
+        gate_up, down = packed.pairs[expert]
+        out = native.linear(native.silu_and_mul(native.linear(x, gate_up)), down)
+        want += out * (weights * (ids == expert)).sum(1, keepdim=True)
+    got = native.run_experts(x, ids, weights, packed, "silu")
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+@by_type
+def test_every_path_and_number_of_threads_gives_the_same_bits(best: NativeOps, kind: Kind) -> None:
+    matrix, _ = coded(kind, 70, 512)
+    x = torch.randn(13, 512, generator=generator())
+    x[3, 40], x[4] = float("inf"), 0.0
+    want = best.linear(x, best.pack_linear(CodedWeight((matrix,))))
+    for path in all_paths():
+        for threads in (1, 5):
+            ops = open_ops(path, threads)
+            got = ops.linear(x, ops.pack_linear(CodedWeight((matrix,))))
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_numbers_that_do_not_fit_the_kind_are_refused(best: NativeOps) -> None:
+    matrix, _ = coded(Kind.Q4_K, 32, 512)
+    codes = matrix.read(0, 32)
+
+    def pack(*matrices: CodedMatrix, **changed: Any) -> None:
+        changed_codes = replace(codes, **changed)
+        parts = matrices or (replace(matrix, read=lambda first, last: changed_codes),)
+        best.pack_linear(CodedWeight(parts))
+
+    with pytest.raises(ValueError, match=r"scales: None, expected int8 \[32, 16\]"):
+        pack(scales=None)
+    with pytest.raises(ValueError, match=r"codes: uint8 \[32, 256\], expected uint8 \[32, 512\]"):
+        pack(codes=codes.codes[:, :256])
+    with pytest.raises(ValueError, match="codes: strides"):
+        pack(codes=np.asfortranarray(codes.codes))
+    with pytest.raises(ValueError, match=r"part of shape \[30, 512\], of q4_k: does not fit"):
+        pack(replace(matrix, n=30), matrix)
+    with pytest.raises(ValueError, match=r"part of shape \[32, 160\], of q4_k: does not fit"):
+        pack(replace(matrix, k=160))
+    with pytest.raises(ValueError, match="quantization 'int8' of a weight of integers"):
+        best.pack_linear(CodedWeight((matrix,)), quantization="int8")
