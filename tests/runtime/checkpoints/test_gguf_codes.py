@@ -12,8 +12,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from ops.cpu import build
 from ops.op_set import PackedEmbedding
+from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.errors import ModelError
+from runtime.execution import packed_weights
 from tests.ops.cpu.test_native_codes import random_blocks
 from tests.runtime.models.tiny_models import Probe, open_runner, random_tokens
 
@@ -103,7 +105,7 @@ def logits(runner: ModelRunner, tokens: list[int], *sizes: int) -> torch.Tensor:
 
 
 def test_matrices_are_kept_in_the_kinds_of_the_file(runner: ModelRunner) -> None:
-    model = runner.decoder.model
+    model: Any = runner.decoder.model
     assert runner.info.details["decoder"] == "compiled"
     assert isinstance(model.embedding, PackedEmbedding)
     assert model.embedding.linear.kinds == ("q6_k",)
@@ -176,6 +178,28 @@ def test_a_factor_that_has_no_place_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"blk\.0\.attn_output\.weight: a factor is too large"):
         open_runner(path)
     open_runner(path, quantization="none").close()
+
+
+def test_a_file_of_packed_weights_keeps_the_kinds(
+    runner: ModelRunner, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "LEAST_WEIGHTS", 0)
+    kernels = build.default_cache_dir() / build.FOLDER
+    (tmp_path / build.FOLDER).symlink_to(kernels)
+    tokens = random_tokens(20, vocab_size=VOCAB)
+    want = logits(runner, tokens, 20)
+    read: list[str] = []
+    for start in range(2):
+        again = open_runner(path, cache_dir=str(tmp_path))
+        assert torch.equal(logits(again, tokens, 20), want)
+        model: Any = again.decoder.model
+        assert model.lm_head.panels is model.embedding.linear.panels
+        assert model.layers[1][0].mixer.qkv.kinds == ("q4_k", "q3_k", "int8")
+        again.close()
+        if start == 0:
+            assert list((tmp_path / packed_weights.FOLDER).glob("[!.]*/weights"))
+            monkeypatch.setattr(GgufCheckpoint, "read", lambda self, name: read.append(name))
+    assert read == []
 
 
 def test_pages_of_the_file_are_given_back(path: Path) -> None:
