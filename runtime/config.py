@@ -265,8 +265,8 @@ class RunnerConfig:
         None,
         "weight-only quantization of the linear layers (CPU)",
         choices=("none", "int8", "int4"),
-        otherwise="none, or what the file's weights are already (GGUF types as they are; other forms"
-        " where they are no slower here) and no --dtype is given",
+        otherwise="none, or what the file's weights are already, where no --dtype is given: GGUF's"
+        " types as they are, another form where that is no slower here",
     )
     packed_cache_gb: float = option(
         32.0,

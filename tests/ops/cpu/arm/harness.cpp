@@ -66,6 +66,36 @@ void linear(LoomContext* c, LoomContext* other) {
   write(all);
 }
 
+// A layer of a quantized kind from its numbers: its values, then what it gives.
+void coded(LoomContext* c, LoomContext* other) {
+  int64_t kind = number(), n = number(), k = number(), rows = number();
+  int64_t stretches = number(), minima = number(), spans = number(), minimum_spans = number();
+  auto codes = read<uint8_t>(n * k);
+  auto scales = read<int8_t>(n * stretches), lows = read<int8_t>(n * minima);
+  auto factors = read<uint16_t>(n * spans), low_factors = read<uint16_t>(n * minimum_spans);
+  auto x = read<float>(rows * k);
+  LoomCodes numbers = {codes.data(), scales.data(), lows.data(), factors.data(),
+                       low_factors.data()};
+  int64_t bytes = (loom_packed_bytes(int(kind), n, k) + 63) / 64 * 64;
+  void* panels = aligned_alloc(64, size_t(bytes));
+  loom_pack_codes(c, int(kind), &numbers, n, k, panels);
+  LoomLinear layer = {panels, nullptr, n, k, int32_t(kind), 0};
+  std::vector<int64_t> ids;
+  for (int64_t i = 0; i < n; i++) ids.push_back(i);
+  std::vector<float> values(size_t(n * k)), all(size_t(rows * n)), some(all.size());
+  if (loom_unpack_rows(c, &layer, ids.data(), n, LOOM_F32, values.data())) exit(3);
+  loom_linear(c, &layer, x.data(), LOOM_F32, rows, k, all.data());
+  loom_linear(other, &layer, x.data(), LOOM_F32, rows, k, some.data());
+  same("the number of threads", all.data(), some.data(), rows * n);
+  for (int64_t r = 0; r < rows; r++) {
+    loom_linear(c, &layer, x.data() + r * k, LOOM_F32, 1, k, some.data() + r * n);
+  }
+  same("the rows beside a row", all.data(), some.data(), rows * n);
+  write(values);
+  write(all);
+  free(panels);
+}
+
 void attention(LoomContext* c, LoomContext* other) {
   int64_t tokens = number(), heads = number(), kv_heads = number(), dim = number();
   int64_t slots = number(), type = number(), page = number(), batch = number(), pages = number();
@@ -239,6 +269,7 @@ int main(int count, char** words) {
       case 4: act_and_mul(one); break;
       case 5: sample(one); break;
       case 6: decode(one, three); break;
+      case 7: coded(one, three); break;
       default:
         loom_close(one);
         loom_close(three);

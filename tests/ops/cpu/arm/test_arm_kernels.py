@@ -18,11 +18,14 @@ import numpy as np
 import pytest
 import torch
 
+from ops.coded_weight import CodedWeight
 from ops.cpu import build
+from ops.cpu.library import KINDS as CODED_KINDS
 from ops.op_set import AttentionSpec, SamplingTensors
 from ops.reference import ReferenceOps
 from tests.ops.cpu.cases import generator, paged_batch, prefill_step, tiny_model
 from tests.ops.cpu.conftest import open_ops
+from tests.ops.cpu.test_native_codes import TYPES, coded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,6 +119,25 @@ def test_linear_layers_give_the_bits_of_avx2(path, harness, avx2):
             weight = weight.bfloat16() if kind == "bfloat16" else weight
             packed = avx2.pack_linear(weight, bias, quantization=quantization_of(kind))
             want.append(avx2.linear(x, packed))
+    check_equal(harness(*commands), want)
+
+
+def test_weights_of_integers_give_the_bits_of_avx2(harness, avx2):
+    commands, want = [], []
+    for kind in TYPES:
+        matrix, values = coded(kind, 37, 512)
+        numbers_of = matrix.read(0, 37)
+        arrays = (numbers_of.scales, numbers_of.minima, numbers_of.factors)
+        given = [
+            torch.empty(37, 0) if array is None else torch.from_numpy(array)
+            for array in (*arrays, numbers_of.minimum_factors)
+        ]
+        x = torch.randn(7, 512, generator=generator())
+        x[3, 5], x[4] = float("nan"), 0.0
+        widths = (tensor.shape[1] for tensor in given)
+        head = numbers(7, CODED_KINDS[matrix.kind], 37, 512, 7, *widths)
+        commands.append(head + data(torch.from_numpy(numbers_of.codes), *given, x))
+        want += [values, avx2.linear(x, avx2.pack_linear(CodedWeight((matrix,))))]
     check_equal(harness(*commands), want)
 
 
