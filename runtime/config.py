@@ -48,6 +48,9 @@ class SchedulerOptions:
     """How requests are scheduled. Token counts are ints, times seconds unless named _ms."""
 
     page_size: int = option(16, "KV tokens of a page", at_least=1, at_most=4096)
+    # Twice as many rows should bring a quarter more tokens a second: up to 256 they do for an 8B
+    # model with 1,024 keys a row, by the estimates of docs/gpu.md. scripts/gpu_check.py measures
+    # where that ends on a GPU ("rows pay").
     max_running_requests: int = option(
         256, "requests that may hold KV at once", at_least=1, at_most=65536
     )

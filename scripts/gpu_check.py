@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-SPEED_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+SPEED_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 TIME_BUDGET_S = 330.0
 
 
@@ -142,16 +142,18 @@ def measure_model(report: Report, device: Any, model: Any, limits: Any, tiny: bo
     from scripts import _gpu_speed as speed
 
     report.note(f"{model.name}: weights and graphs")
-    rows, tokens = (4, 512) if tiny else (256, 400_000)
+    rows, tokens = (4, 512) if tiny else (512, 540_000)
     runner = models.open_runner(device, model, rows=rows, tokens=tokens)
     report.note(f"{model.name}: {runner.info.max_total_tokens} tokens of KV")
     report.check(correctness.check_graphs(runner))
     report.check(correctness.check_mixed_graphs(runner))
     report.check(correctness.check_modes(runner, tiny=tiny))
     report.note(f"{model.name}: speed")
-    batches = [1, 4] if tiny else SPEED_BATCHES
+    batches = [1, 2, 4] if tiny else SPEED_BATCHES
+    decode = speed.decode_steps(runner, model, limits, batches, 20 if tiny else 1024)
     result = {
-        "decode": speed.decode_steps(runner, model, limits, batches, 20 if tiny else 1024),
+        "decode": decode,
+        "rows_that_pay": speed.rows_that_pay(decode),
         "idle": speed.idle_between_steps(runner, rows=2 if tiny else 64, new=4 if tiny else 128),
         "served": speed.served_steps(runner, rows=2 if tiny else 64, new=4 if tiny else 64),
         "mixed": speed.mixed_steps(
@@ -174,6 +176,8 @@ def measure_model(report: Report, device: Any, model: Any, limits: Any, tiny: bo
 
 def table(results: dict[str, Any]) -> str:
     """What was measured, as text."""
+    from runtime.config import SchedulerOptions
+
     limits = results["limits"]
     lines = [
         "",
@@ -206,6 +210,11 @@ def table(results: dict[str, Any]) -> str:
             f" {r['flop_floor_ms']:7.2f} {r['over_floor']:9.2f}"
             for r in model["decode"]
         ]
+        default = SchedulerOptions().max_running_requests
+        lines.append(
+            f"  {model['rows_that_pay']} rows pay: the last doubling brings a quarter more tokens a"
+            f" second; --max-running-requests is {default} by default"
+        )
         lines += ["  served steps      rows  wall, ms   device     host"]
         lines += [
             f"  {r['sampling']:16s} {r['rows']:5d} {r['wall_ms']:9.2f} {r['device_ms']:8.2f}"

@@ -6,11 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from runtime.config import SchedulerOptions
+from scripts._gpu_speed import rows_that_pay
 from scripts.gpu_check import build_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 
@@ -41,6 +47,32 @@ def test_without_readers_of_checkpoints_the_start_is_left_out(
     (check,) = build_checks(None, tiny=True)
     assert (check.name, check.passed) == ("build_runner", None)
     assert "not installed" in check.detail
+
+
+def decode_rows(
+    milliseconds: Callable[[int], float], *, most: int = 1024
+) -> list[dict[str, float]]:
+    batches = [2**i for i in range(most.bit_length())]
+    return [{"batch": float(batch), "ms": milliseconds(batch)} for batch in batches]
+
+
+def test_rows_pay_as_long_as_twice_as_many_bring_a_quarter_more() -> None:
+    assert rows_that_pay(decode_rows(lambda rows: 5.0, most=64)) == 64
+    assert rows_that_pay(decode_rows(lambda rows: 1.0 * rows)) == 1
+    # From 16 on every row adds what a row takes, so 32 take 1.5 times as long as 16.
+    assert rows_that_pay(decode_rows(lambda rows: max(16, rows) / 16 + 1)) == 32
+
+
+def test_the_default_number_of_rows_is_the_one_that_pays_by_the_estimates() -> None:
+    """Those of docs/gpu.md for a Llama-3.1-8B on an H200: bytes at nine tenths of the bandwidth,
+    and a microsecond for each kernel."""
+
+    def estimate(rows: int) -> float:
+        megabytes = 15_010 + 1024 * 32 * 2 * 8 * 128 * 2 / 1e6 * rows
+        return megabytes / (0.9 * 4300) + 0.337
+
+    assert estimate(256) == pytest.approx(13.3, abs=0.5)
+    assert rows_that_pay(decode_rows(estimate)) == SchedulerOptions().max_running_requests
 
 
 @pytest.mark.slow
@@ -84,7 +116,9 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
     assert {row["op"] for row in results["ops"]} >= {"rms_norm", "rotary", "sample greedy"}
     assert [row["tokens"] for row in results["experts"]] == [3]
     measured = results["models"]["tiny"]
-    assert [row["batch"] for row in measured["decode"]] == [1, 4]
+    assert [row["batch"] for row in measured["decode"]] == [1, 2, 4]
+    assert measured["rows_that_pay"] in (1, 2, 4)
+    assert "--max-running-requests is 256 by default" in done.stdout
     assert set(measured["idle"]) == {"overlap", "synchronous"}
     assert [row["sampling"] for row in measured["served"]] == [
         "greedy",
