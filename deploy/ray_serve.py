@@ -93,7 +93,6 @@ class Engine:
 
     async def __init__(self, config: ServerConfig) -> None:
         self._service = make_service(config, load(config))
-        self._service.tokenizer.prepare()
         self._service.model_format.prepare()
         self._service.engine.start()
         self._runner = app_runner(self._service)

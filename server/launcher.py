@@ -44,7 +44,6 @@ def run(config: ServerConfig) -> int:
         with answering_probes(sockets, context):
             service = make_service(config, load(config))
             signals.check()
-            service.tokenizer.prepare()
             service.model_format.prepare()
         signals.hold()
     except LoomserveError as error:

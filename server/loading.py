@@ -54,7 +54,7 @@ def load(config: ServerConfig) -> Parts:
         template = Path(config.chat_template) if config.chat_template is not None else None
         with ThreadPoolExecutor(1) as pool:
             # Importing torch takes longer than the tokenizer, and lets other threads run.
-            loading = pool.submit(Tokenizer.load, folder, template)
+            loading = pool.submit(_prepared_tokenizer, folder, template)
             from runtime.execution.build import build_runner
             from runtime.offload.build import build_tier
 
@@ -87,6 +87,12 @@ def load(config: ServerConfig) -> Parts:
         ModelSource(config.runner.model or name, info.model_type, info.architectures),
         None if tier is None else tier.store,
     )
+
+
+def _prepared_tokenizer(folder: Path, template: Path | None) -> Tokenizer:
+    tokenizer = Tokenizer.load(folder, template)
+    tokenizer.prepare()
+    return tokenizer
 
 
 def _sized(
