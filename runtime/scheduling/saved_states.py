@@ -2,10 +2,11 @@
 
 A model with a recurrent state can go on from a cached prefix only where the state at its end is
 there too. A row's own state is in the slot of its table row and is overwritten by every step. So
-steps that compute a prompt also copy it out, at every multiple of an interval, at the last page
-border of the prompt, and at the ends that clients asked to be kept; no step is cut for that. A
-saved state belongs to the node of the radix tree that ends at its position, goes with it, and may
-go before it: a match ends at the deepest one that is left.
+steps also copy it out: at every multiple of an interval, at the last page border of a prompt, and
+at the ends that clients asked to be kept; no step is cut for that. Of what a request generates the
+newest one alone is kept, until its tokens come into the cache as it ends. A saved state belongs to
+the node of the radix tree that ends at its position, goes with it, and may go before it: a match
+ends at the deepest one that is left.
 
 A slot can be taken while a launched step still reads it, since steps run one after the other on
 the device. Where that step fails, the rows that are tried again do not go on from the slot: the
@@ -41,7 +42,8 @@ class SavedStates:
         self._interval = interval
         self._page_size = page_size
         self._free = list(reversed(self.slots))
-        self._kept: dict[SavedState, None] = {}  # that have a node, longest unused first
+        # That may make way: with a node, or of generated tokens. The longest unused is the first.
+        self._kept: dict[SavedState, None] = {}
         self._unsure: list[SavedState] = []  # of steps not committed, oldest first
 
     def free_slots(self) -> list[int]:
@@ -50,7 +52,7 @@ class SavedStates:
 
     def __iter__(self) -> Iterator[SavedState]:
         """Those that a match may end at."""
-        return iter(self._kept)
+        return (state for state in self._kept if state.node is not None)
 
     # In
 
@@ -61,14 +63,32 @@ class SavedStates:
         if record.alone:
             return []
         for position in reversed(self.positions(request, start, end)):
-            slot = self._take()
+            slot = self._take(step)
             if not slot:
                 break
             made.append(SavedState(slot, position, step))
         made.reverse()
-        self._unsure += made
-        record.saved = [state for state in record.saved if state.slot] + made
+        self._note(request, made)
         return made
+
+    def save_generated(self, request: Request, step: int) -> SavedState | None:
+        """Finds a slot for the state of a decode row, where it is to be saved behind this step."""
+        record = request.scheduling
+        if request.length % self._interval or record.alone:
+            return None
+        self.give_up_all(s for s in record.saved if s.node is None and s in self._kept)
+        slot = self._take(step)
+        if not slot:
+            return None
+        state = SavedState(slot, request.length, step)
+        self._kept[state] = None
+        self._note(request, [state])
+        return state
+
+    def _note(self, request: Request, made: list[SavedState]) -> None:
+        self._unsure += made
+        record = request.scheduling
+        record.saved = [state for state in record.saved if state.slot] + made
 
     def positions(self, request: Request, start: int, end: int) -> list[int]:
         """Where the states of a prompt are saved, behind `start` and up to `end`."""
@@ -78,12 +98,13 @@ class SavedStates:
         found.update(wish.tokens // size * size for wish in request.pins)
         return sorted(position for position in found if start < position <= end)
 
-    def _take(self) -> int:
-        """A free slot, that of the state unused for longest if there is none; 0: there is none.
-        Pinned prefixes lose theirs last."""
-        if not self._free and self._kept:
-            unpinned = (state for state in self._kept if state.node and not state.node.pins)
-            self.give_up(next(unpinned, None) or next(iter(self._kept)))
+    def _take(self, step: int) -> int:
+        """A free slot, or that of the state unused for longest, but not of one that the same step
+        saves; 0: there is none. Pinned prefixes lose theirs last."""
+        if not self._free:
+            older = [state for state in self._kept if state.step < step]
+            unpinned = (state for state in older if not (state.node and state.node.pins))
+            self.give_up(next(unpinned, older[0] if older else None))
         return self._free.pop() if self._free else 0
 
     def attach(self, request: Request, above: Callable[[Node | None, int], Node | None]) -> None:
@@ -126,7 +147,7 @@ class SavedStates:
         if state.node is not None:
             state.node.state = None
             state.node = None
-            del self._kept[state]
+        self._kept.pop(state, None)
         self._free.append(state.slot)
         state.slot = 0
 

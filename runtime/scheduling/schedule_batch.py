@@ -209,6 +209,18 @@ def _add_decode_rows(batch: ScheduleBatch, running: Sequence[Request], memory: K
             request.length += 1
         request.launched_tokens += 1
         request.scheduling.last_step = step
+    if memory.states is not None:
+        _save_generated(batch, first, memory.states)
+
+
+def _save_generated(batch: ScheduleBatch, first: int, states: SavedStates) -> None:
+    """Args: first: the first decode row."""
+    for row, request in enumerate(batch.requests[first:], first):
+        state = states.save_generated(request, batch.step)
+        if state is not None:
+            batch.save_rows.append(row)
+            batch.save_tokens.append(1)
+            batch.save_slots.append(state.slot)
 
 
 def _write_tables(batch: ScheduleBatch, memory: KVMemory) -> None:

@@ -131,7 +131,12 @@ def built(folder: Path, kernels: str = "auto") -> ModelRunner:
 
 def scheduler(**options: Any) -> Scheduler:
     config = {"capacity_tokens": 2048, "context_length": 512, "page_size": 2}
-    config |= {"max_running_requests": 8, "recurrent": True, "state_slots": 8, "state_interval": 10}
+    config |= {
+        "max_running_requests": 8,
+        "recurrent": True,
+        "state_slots": 60,
+        "state_interval": 10,
+    }
     return Scheduler(SchedulerConfig(**{**config, **options}))
 
 
@@ -190,12 +195,12 @@ def test_steps_that_fail_leave_the_states_of_before(
     assert {"mixed", "decode"} <= set(lost)
 
 
-@pytest.mark.parametrize("slots", [0, 1, 8])
+@pytest.mark.parametrize("slots", [0, 2, 8])
 def test_a_cached_prompt_goes_on_from_its_deepest_saved_state(
     runner: ModelRunner, slots: int
 ) -> None:
-    """Behind the last page border of the same prompt, and behind a multiple of the interval of one
-    that only begins alike; of one slot the newest state alone is left."""
+    """Behind the last page border of the same prompt, behind a multiple of the interval of one that
+    only begins alike, and of what was generated; in two slots are the newest states alone."""
     prompt, other = random_tokens(75, seed=5), random_tokens(75, seed=6)
     other[:50] = prompt[:50]
 
@@ -211,6 +216,11 @@ def test_a_cached_prompt_goes_on_from_its_deepest_saved_state(
     assert answer(prompt, made) == (wanted, 74 if slots else 0)
     assert answer(other, made) == (other_wanted, 40 if slots == 8 else 0)
     assert answer(other, made) == (other_wanted, 74 if slots else 0)
+    following = [*prompt, *wanted, 7, 8]
+    next_wanted, _ = answer(following, whole)
+    again = scheduler(chunked_prefill_size=16, state_slots=slots, state_interval=20)
+    assert answer(prompt, again) == (wanted, 0)
+    assert answer(following, again) == (next_wanted, 80 if slots else 0)
 
 
 def test_what_predicts_further_tokens_is_not_read(tmp_path: Path) -> None:

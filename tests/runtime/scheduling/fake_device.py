@@ -76,6 +76,7 @@ class FakeDevice:
         assert len(set(batch.rows)) == len(batch.rows), "two rows of a step share a table row"
         for made in batch.restore:
             self._compute_state(batch, batch.requests.index(made))
+        assert len(set(batch.save_slots)) == len(batch.save_slots), "two states in one slot"
         begun = [self._begin(batch, b, trace) for b in range(len(batch.requests))]
         chains = [self._store(batch, b, trace) for b in range(len(batch.requests))]
         spoilt = [self._read(batch, b, chain, trace) for b, chain in enumerate(chains)]

@@ -74,19 +74,26 @@ class NaiveStates:
 
     def _places(self, batch: ScheduleBatch) -> dict[tuple[int, int], Prefix]:
         """Where a step is to save states, by row and tokens in it: at multiples of the interval, at
-        the last page border before the end of what is to be computed, and where a pin ends."""
+        the last page border before the end of what is to be prefilled, and where a pin ends."""
         config, size = self.books.scheduler.config, self.books.page_size
         every = -(-config.state_interval // size) * size
         places: dict[tuple[int, int], Prefix] = {}
-        for b, request in enumerate(batch.requests[: batch.num_prefill]):
-            tokens = (*request.input_ids, *request.output_ids)
+        for b, request in enumerate(batch.requests):
+            tokens = self._tokens(request)
             start, end = batch.prefix_lens[b], batch.prefix_lens[b] + batch.extend_lens[b]
-            border = (len(tokens) - 1) // size * size
-            pinned = {wish.tokens // size * size for wish in request.pins}
+            border = (request.scheduling.target - 1) // size * size
+            ends = {border, *(wish.tokens // size * size for wish in request.pins)}
+            ends = ends if b < batch.num_prefill else set()
             for position in range(start + 1, end + 1):
-                if not position % every or position == border or position in pinned:
+                if not position % every or position in ends:
                     places[b, position - start] = (request.namespace, tokens[:position])
         return places
+
+    def _tokens(self, request: Request) -> tuple[int, ...]:
+        """As the device has them, which knows what is not committed."""
+        sampled = self.books.device.sampled.get(request.request_id, [])
+        known = len(request.output_ids)
+        return (*request.input_ids, *request.output_ids, *sampled[known:])
 
     def _held_back(self) -> int:
         """States that are saved and not yet in the cache."""

@@ -53,16 +53,43 @@ def test_states_are_saved_at_every_interval_and_at_the_last_page_border() -> Non
         [("a", 16), ("a", 32)],
         [("a", 48), ("a", 52)],
     ]
-    assert not any(batch.save_rows for batch in driver.batches[2:])
     # One token is always left to compute.
     serve(driver, ("b", 8))
     assert kept(driver) == [16, 32, 48, 52, 4]
 
 
+def test_of_what_is_generated_the_newest_state_is_kept_until_the_request_ends() -> None:
+    driver = Driver(recurrent(state_slots=2))
+    driver.add(request("a", tokens := list(range(500, 509)), 60))
+    driver.run()
+    assert [end for batch in driver.batches for _, end in saved(batch)] == [8, 16, 32, 48, 64]
+    assert kept(driver) == [8, 64]
+    serve(driver, ("next turn", [*tokens, *driver.tokens["a"], 1, 2, 3]))
+    assert starts(driver, "next turn") == 64
+
+
+def test_rows_of_one_step_do_not_take_the_last_slot_from_one_another() -> None:
+    driver = Driver(recurrent(state_slots=1))
+    driver.add(request("a", 9, 20), request("b", 9, 20))
+    driver.run()
+    steps = [saved(batch) for batch in driver.batches if batch.save_rows]
+    assert steps == [[("a", 8)], [("a", 16)]]
+
+
+def test_a_retracted_request_goes_on_from_what_it_has_generated() -> None:
+    driver = Driver(recurrent(capacity_tokens=154, schedule_conservativeness=0.0))
+    driver.add(request("a", 9, 70), request("b", 9, 70))
+    driver.run()
+    again = driver.ended["b"].request
+    assert again.retractions == 1
+    assert again.scheduling.prefix_tokens == 64
+    assert again.cached_tokens == 0
+
+
 def test_an_interval_is_in_whole_pages() -> None:
     driver = Driver(recurrent(state_interval=6))
     serve(driver, ("a", 21))
-    assert kept(driver) == [8, 16, 20]
+    assert kept(driver) == [8, 16, 20, 24]  # of 21 tokens and 4 that are generated
 
 
 def test_a_match_ends_at_the_deepest_state_that_is_left() -> None:
@@ -79,9 +106,9 @@ def test_a_match_ends_at_the_deepest_state_that_is_left() -> None:
 def test_where_a_pin_ends_a_state_is_saved_and_goes_last() -> None:
     driver = Driver(recurrent(state_slots=2))
     tokens = list(range(500, 555))
-    driver.add(request("a", tokens[:30], pins=(PromptPin(24, 100.0),)))
+    driver.add(request("a", tokens[:34], pins=(PromptPin(24, 100.0),)))
     driver.run()
-    assert kept(driver) == [24, 28]
+    assert kept(driver) == [24, 32]
     serve(driver, ("b", 9), ("c", 9), ("d", 9), ("e", tokens))
     assert starts(driver, "e") == 24
 
@@ -160,7 +187,7 @@ def test_what_a_failed_step_was_to_save_is_given_up(overlap: bool) -> None:
 def test_a_state_that_is_no_number_is_not_gone_on_from_twice(leaves: bool) -> None:
     """It stands beside KV that is numbers and stays, since somebody has had tokens from it. Who left
     it may have gone before that showed: then the first who goes on from it is computed anew."""
-    driver = Driver(recurrent(state_slots=4, state_interval=32))
+    driver = Driver(recurrent(state_slots=4, state_interval=40))
     tokens = list(range(500, 620))
 
     def answer(name: str, prompt: Any) -> None:
