@@ -10,14 +10,18 @@ config wants quantized are not: what is computed is closer to the float model th
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from runtime.checkpoints.quantized.stored import Settings, StoredWeight, block_size, unpacked
+from runtime.checkpoints.quantized.symmetric import symmetric
 from runtime.errors import ModelError, shown
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ops.coded_weight import CodedMatrix
     from runtime.checkpoints.quantized.stored import Floats, Reader
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
@@ -42,12 +46,14 @@ def find_compressed(reader: Reader, settings: Settings) -> dict[str, StoredWeigh
             if min(given) < 1 or max(given) >= 2**31:
                 raise reader.wrong(f"{stem}.weight_shape", f"values {given}", "two sizes")
             read = partial(_packed, reader, stem, (rows, columns), bits)
+            codes = partial(_packed_codes, reader, stem, (rows, columns), bits)
             parts = (*parts, f"{stem}.weight_packed", f"{stem}.weight_shape")
         else:
             rows, columns = reader.shape(f"{stem}.weight", 2)
             read = partial(_plain, reader, stem, (rows, columns), block)
+            codes = partial(_plain_codes, reader, stem, (rows, columns), block)
             parts = (*parts, f"{stem}.weight")
-        found[f"{stem}.weight"] = StoredWeight((rows, columns), parts, read)
+        found[f"{stem}.weight"] = StoredWeight((rows, columns), parts, read, codes)
     return found
 
 
@@ -124,6 +130,40 @@ def _packed(reader: Reader, stem: str, shape: tuple[int, int], bits: int) -> Flo
     if zeros is not None:
         values -= spread(reader, name, zeros, shape)
     return values * spread(reader, f"{stem}.weight_scale", scales, shape)
+
+
+def _packed_codes(
+    reader: Reader, stem: str, shape: tuple[int, int], bits: int
+) -> CodedMatrix | None:
+    if reader.present(stem, ".weight_zero_point", ".weight_g_idx"):
+        return None
+    scales = reader.floats(f"{stem}.weight_scale")
+    if scales.ndim != 2 or scales.shape[0] != shape[0]:
+        return None
+    words = (shape[0], -(-shape[1] // (32 // bits)))
+
+    def read(first: int, last: int) -> NDArray[Any]:
+        packed = reader.integers(f"{stem}.weight_packed", "int32", words)[first:last]
+        return unpacked(packed, bits, 1)[:, : shape[1]]
+
+    return symmetric(bits, shape, scales, read)
+
+
+def _plain_codes(
+    reader: Reader, stem: str, shape: tuple[int, int], block: tuple[int, int] | None
+) -> CodedMatrix | None:
+    """Bytes with a scale for the whole or for each row."""
+    name = f"{stem}.weight"
+    if block or reader.names[name].dtype != "int8" or reader.present(stem, ".weight_zero_point"):
+        return None
+    scales = reader.floats(f"{stem}.weight_scale")
+    if scales.size not in (1, shape[0]):
+        return None
+
+    def read(first: int, last: int) -> NDArray[Any]:
+        return reader.integers(name, "int8")[first:last].view(np.uint8) ^ np.uint8(128)
+
+    return symmetric(8, shape, scales.reshape(-1, 1), read)
 
 
 def spread(

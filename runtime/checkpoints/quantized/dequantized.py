@@ -56,8 +56,8 @@ class DequantizedCheckpoint:
         return RawTensor(weight.shape, "float32", values.data.cast("B"))
 
     def coded(self, name: str) -> CodedMatrix | None:
-        """See `Checkpoint.coded`: none of these layouts is kept."""
-        return None
+        """See `Checkpoint.coded`."""
+        return self._stored[name].codes() if name in self._stored else None
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runtime.checkpoints.quantized.stored import StoredWeight, unpacked
+from runtime.checkpoints.quantized.symmetric import symmetric
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ops.coded_weight import CodedMatrix
     from runtime.checkpoints.quantized.stored import Floats, Reader, Settings
 
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the nibbles of a word, from the lowest
@@ -37,13 +39,40 @@ def find_gptq(reader: Reader, settings: Settings) -> dict[str, StoredWeight]:
         parts = (".qweight", ".qzeros", ".scales", ".g_idx")
         shape = outputs, words * 32 // bits
         read = partial(_gptq, reader, stem, shape, bits, group, 1 if form == "gptq" else 0)
-        found[f"{stem}.weight"] = StoredWeight(shape, reader.present(stem, *parts), read)
+        codes = partial(_gptq_codes, reader, stem, shape, bits, group, 1 if form == "gptq" else 0)
+        present = reader.present(stem, *parts)
+        found[f"{stem}.weight"] = StoredWeight(shape, present, read, codes)
     return found
 
 
 def _gptq(
     reader: Reader, stem: str, shape: tuple[int, int], bits: int, group: int, add: int
 ) -> Floats:
+    index, scales, zeros = _gptq_groups(reader, stem, shape, bits, group, add)
+    values = unpacked(reader.integers(f"{stem}.qweight", "int32"), bits, 0)
+    return _scaled(values, scales, zeros, index)
+
+
+def _gptq_codes(
+    reader: Reader, stem: str, shape: tuple[int, int], bits: int, group: int, add: int
+) -> CodedMatrix | None:
+    """The codes of neighbouring groups whose zeros are all in the middle."""
+    index, scales, zeros = _gptq_groups(reader, stem, shape, bits, group, add)
+    size = shape[1] // len(scales)
+    if (zeros != 2 ** (bits - 1)).any() or (index != np.arange(shape[1]) // size).any():
+        return None
+
+    def read(first: int, last: int) -> NDArray[Any]:
+        words = reader.integers(f"{stem}.qweight", "int32")[:, first:last]
+        return unpacked(words, bits, 0).T
+
+    return symmetric(bits, shape, np.ascontiguousarray(scales.T), read)
+
+
+def _gptq_groups(
+    reader: Reader, stem: str, shape: tuple[int, int], bits: int, group: int, add: int
+) -> tuple[NDArray[Any], Floats, NDArray[np.int32]]:
+    """The group of each input, and the groups' scales and zeros [groups, outputs]."""
     outputs, inputs = shape
     scales = reader.floats(f"{stem}.scales")
     groups = len(scales)
@@ -56,8 +85,7 @@ def _gptq(
     width = (groups, outputs * bits // 32)
     zeros = unpacked(reader.integers(f"{stem}.qzeros", "int32", width), bits, 1)
     zeros = (zeros + add) & (2**bits - 1)
-    values = unpacked(reader.integers(f"{stem}.qweight", "int32"), bits, 0)
-    return _scaled(values, reader.floats(f"{stem}.scales", (groups, outputs)), zeros, index)
+    return index, reader.floats(f"{stem}.scales", (groups, outputs)), zeros
 
 
 def find_awq(reader: Reader, settings: Settings) -> dict[str, StoredWeight]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ops.coded_weight import CodedMatrix
+
     Floats = NDArray[np.float32]
 
 
@@ -26,11 +28,13 @@ class StoredWeight:
     Args:
         shape: of the values. parts: the tensors that it stands in.
         values: reads and dequantizes them.
+        codes: the same as integers; None where there is no place for them.
     """
 
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     values: Callable[[], Floats]
+    codes: Callable[[], CodedMatrix | None] = lambda: None
 
 
 class Reader:

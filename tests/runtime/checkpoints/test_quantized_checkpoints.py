@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from ops.cpu import build
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.errors import ModelError
 from tests.runtime.checkpoints.damage import MISSING, WRONG, outcome
@@ -53,7 +54,14 @@ def words_of(values: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def pack_gptq(
-    shape: torch.Size, seed: int, *, bits: int, form: str, ordered: bool, indexed: bool = True
+    shape: torch.Size,
+    seed: int,
+    *,
+    bits: int,
+    form: str,
+    ordered: bool,
+    indexed: bool = True,
+    symmetric: bool = False,
 ) -> Packed:
     n, k = shape
     top, groups = 2**bits, k // GROUP
@@ -63,6 +71,8 @@ def pack_gptq(
     q, scales = random(0, top, k, n, seed=seed), scales_of(groups, n, seed=seed).half()
     # What is stored as the highest code is, in the first form, the zero 0.
     zeros = random(0, top, groups, n, seed=seed + 1)
+    if symmetric:
+        zeros = torch.full_like(zeros, top // 2)
     stored = zeros if form == "gptq_v2" else (zeros - 1) % top
     values = scales.float()[index] * (q - zeros[index])
     parts = {
@@ -172,6 +182,16 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Packed], dict[str, Any]]]
         pack_gptq,
         {"bits": 4, "form": "gptq", "ordered": False, "indexed": False},
     ),
+    "gptq-4-symmetric": (
+        {**GPTQ, "bits": 4, "sym": True},
+        pack_gptq,
+        {"bits": 4, "form": "gptq", "ordered": False, "symmetric": True},
+    ),
+    "gptq-8-symmetric": (
+        {**GPTQ, "bits": 8, "sym": True},
+        pack_gptq,
+        {"bits": 8, "form": "gptq", "ordered": False, "symmetric": True},
+    ),
     "gptq-8-act-order": (
         {**GPTQ, "bits": 8, "desc_act": True},
         pack_gptq,
@@ -228,11 +248,8 @@ def write_config(folder: Path, quantization: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.sampled(6)
-def test_logits_are_those_of_the_float_model_of_the_stored_values(
-    name: str, tmp_path: Path
-) -> None:
+def write_quantized(name: str, tmp_path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """A model of the format's values, written as the format has it, and those values."""
     quantization, pack, options = FORMATS[name]
     model = make_model(tmp_path, "llama", num_attention_heads=4, **SHAPE)
     stored = load_file(tmp_path / "model.safetensors")
@@ -247,6 +264,15 @@ def test_logits_are_those_of_the_float_model_of_the_stored_values(
                 stored |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
     save_file(stored, tmp_path / "model.safetensors")
     write_config(tmp_path, quantization)
+    return model, expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.sampled(6)
+def test_logits_are_those_of_the_float_model_of_the_stored_values(
+    name: str, tmp_path: Path
+) -> None:
+    model, expected = write_quantized(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     for weight, values in expected.items():
         raw = checkpoint.read(weight)
@@ -257,6 +283,49 @@ def test_logits_are_those_of_the_float_model_of_the_stored_values(
     (got,) = Probe(runner).step({1: (0, tokens)})
     runner.close()
     torch.testing.assert_close(got, expected_logits(model, tokens), atol=5e-5, rtol=5e-5)
+
+
+# Those that are kept as they are, in panels of these kinds.
+KEPT = {
+    "gptq-4-symmetric": "int4",
+    "gptq-8-symmetric": "int8",
+    "w4a16": "int4",
+    "w8a8": "int8",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_symmetric_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> None:
+    _, expected = write_quantized(name, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    for weight, values in expected.items():
+        matrix = checkpoint.coded(weight)
+        assert (matrix and matrix.kind) == KEPT.get(name)
+        if matrix is None:
+            continue
+        assert (matrix.n, matrix.k) == values.shape
+        for first, last in ((0, 16), (16, matrix.n)):
+            codes = matrix.read(first, last)
+            whole = torch.from_numpy(codes.codes).float() - 128 * (matrix.kind == "int8")
+            got = whole * torch.from_numpy(codes.factors).float().repeat_interleave(32, 1)
+            if codes.minimum_factors is not None:
+                got += torch.from_numpy(codes.minimum_factors).float().repeat_interleave(32, 1)
+            assert torch.equal(got, values[first:last].float())
+
+
+@pytest.mark.skipif(not build.available_paths(), reason="this CPU has no native instruction path")
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_is_served_within_the_rounding_of_inputs(name: str, tmp_path: Path) -> None:
+    model, _ = write_quantized(name, tmp_path)
+    tokens = random_tokens(20)
+    runner = open_runner(tmp_path)
+    (got,) = Probe(runner).step({1: (0, tokens)})
+    decoder: Any = runner.decoder.model
+    assert decoder.layers[0][0].mixer.qkv.kinds == (KEPT[name],) * 3
+    runner.close()
+    # The first token attends to itself alone; large random scores of others choose at random.
+    want = expected_logits(model, tokens)[0]
+    assert float((got[0] - want).norm() / want.norm()) < 0.03
 
 
 def test_gpt_oss_with_its_experts_in_mxfp4(tmp_path: Path) -> None:
