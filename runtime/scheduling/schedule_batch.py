@@ -74,8 +74,8 @@ class ScheduleBatch:
         retry: these rows were in a step that failed; they compute the same again.
         restore: requests of this step whose row a step that failed, or was taken back with it, may
             have changed on the device. Before this step is launched, what the device keeps per row
-            (newest token, penalty counts) is to be set anew from `input_ids` and `output_ids`,
-            which then are all tokens before this step.
+            (newest token, penalty counts, recurrent state) is to be set anew from `input_ids` and
+            `output_ids`, which then are all tokens before this step.
     """
 
     step: int

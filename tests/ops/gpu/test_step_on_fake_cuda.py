@@ -28,6 +28,7 @@ from runtime.execution.device import Device, Fence
 from runtime.execution.forward_batch import Staging
 from runtime.execution.model_runner import ModelRunner, ModelStep
 from runtime.execution.packed_step import StepShape
+from runtime.execution.state_rows import StateRows
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
 from runtime.scheduling.schedule_batch import ScheduleBatch
@@ -198,6 +199,29 @@ def test_experts_are_computed_without_a_wait() -> None:
         x = torch.empty(9, 48, device=where)
         out = ops.run_experts(x, ids, weights, ops.pack_experts(experts), "silu")
         assert (out.shape, out.device.type) == ((9, 48), "cuda")
+
+
+def test_recurrent_states_go_on_without_a_wait() -> None:
+    """Rows that begin, that go on, from their own state and a saved one, and that save theirs."""
+    batch = step(STEPS["mixed"], PLAIN)
+    batch.state_rows, batch.state_slots = array("i", [1]), array("i", [11])
+    batch.save_rows, batch.save_tokens = array("i", [0, 1, 1]), array("i", [8, 8, 24])
+    batch.save_slots = array("i", [9, 10, 12])
+    ops, where = GpuOps(), torch.device("cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        device = make_device(ops, "cuda")
+        fields = {name: getattr(device, name) for name in Device.__slots__}
+        rows = StateRows(FakeDevice(**fields | {"queued": True})).of(batch, decode_first=True)
+        assert [(save.row, save.place) for save in rows.saves] == [(2, 1), (3, 0), (3, 0)]
+        x, weight, inputs = (
+            torch.empty(shape, device=where) for shape in ((41, 24), (4, 24), (16, 3, 24))
+        )
+        mixed = ops.causal_conv(x, weight, inputs, rows)
+        q, k, v = mixed.view(41, 3, 8).unbind(1)
+        q, k, v = (part.view(41, -1, 4) for part in (q, k, v))
+        factors, matrices = (torch.empty(shape, device=where) for shape in ((41, 2), (16, 2, 4, 4)))
+        out = ops.gated_delta(q, k, v, factors, factors, matrices, rows)
+        assert (out.shape, out.device.type) == ((41, 2, 4), "cuda")
 
 
 def test_the_fake_device_finds_a_wait_and_a_mix() -> None:
