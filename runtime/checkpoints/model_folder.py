@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Grows when what is written changes, so that a folder of an older server is not taken for its own.
-_FORM = 3
+_FORM = 4
 
 
 def model_folder(path: Path, cache_dir: Path, progress: Callable[[str], None]) -> Path:

@@ -184,6 +184,8 @@ def test_files_are_written_once_and_read_by_transformers(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|start|>hi<|end|>"
     assert (folder / "chat_template.jinja").read_text() == TEMPLATE
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == TEMPLATE, "where older tools look for it"
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation["eos_token_id"] == TOKENS.index("<|end|>")
     assert messages == ["reading the tokenizer of model.gguf"]
