@@ -1,11 +1,19 @@
 """Weights that a checkpoint holds as integers, handed to an op set that keeps them so.
 
+In blocks (`CodedMatrix`), as GGUF files have them:
+
     weight[n, k] = factor * scale * (code - offset) + minimum factor * minimum
 
 Scales and minima are small integers, one for each stretch of k; factors are half floats, one for
 each span of k. The kinds are those of the blocks of GGUF files; offset, stretch and span belong to
 the kind. "int8" has codes q + 128, and of "iq4_nl" and "iq4_xs" a code stands for a number of a
-fixed table instead of for itself. No torch here: checkpoints are read without it.
+fixed table instead of for itself.
+
+In groups (`GroupedMatrix`), as GPTQ, AWQ and compressed-tensors have them:
+
+    weight[n, k] = scale[n, k // group] * (code[n, k] - zero[n, k // group])
+
+No torch here: checkpoints are read without it.
 """
 
 from __future__ import annotations
@@ -81,6 +89,28 @@ class CodedMatrix:
         """All rows, so many at a time: the first one's number, and their numbers."""
         for first in range(0, self.n, rows):
             yield first, self.read(first, min(first + rows, self.n))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMatrix:
+    """A matrix [n, k] whose codes are not read yet.
+
+    Args:
+        bits: of a code, 4 or 8.
+        scales: [n, k / group] float32. zeros: alike, uint8.
+        read: unsigned codes [rows, k] of rows first to last - 1; called in any order.
+    """
+
+    bits: int
+    n: int
+    k: int
+    scales: NDArray[Any]
+    zeros: NDArray[Any]
+    read: Callable[[int, int], NDArray[Any]]
+
+    @property
+    def group(self) -> int:
+        return self.k // int(self.scales.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

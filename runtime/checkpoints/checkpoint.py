@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from ops.coded_weight import CodedMatrix
+    from ops.coded_weight import CodedMatrix, GroupedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Checkpoint(Protocol):
         """The values of one tensor. Raises: ModelError: no such tensor, or the file is damaged."""
         ...
 
-    def coded(self, name: str) -> CodedMatrix | None:
-        """A matrix as the integers that the file holds; None where it holds none, or of a kind that
-        has no place in memory. `read` gives the same numbers as floats.
+    def coded(self, name: str) -> CodedMatrix | GroupedMatrix | None:
+        """A matrix as the integers that the file holds; None where it holds none, or in an order
+        that has no place in memory. `read` gives the same numbers as floats.
 
         Raises: ModelError: no such tensor."""
         ...

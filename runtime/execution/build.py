@@ -12,6 +12,7 @@ import torch
 
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.checkpoints.open_checkpoint import open_checkpoint
+from runtime.checkpoints.quantized.in_blocks import in_blocks
 from runtime.config import MAX_PREFILL_TOKENS
 from runtime.errors import ConfigError, ModelError, shown
 from runtime.execution.cuda_graph_runner import CudaRecorder
@@ -129,7 +130,7 @@ def build_runner(
 def stored_weights(checkpoint: Checkpoint, published_form: str | None) -> StoredWeights:
     """What the choice of a form starts from; see `build_runner`."""
     shapes = layer_shapes(checkpoint.tensors)
-    coded = [checkpoint.coded(name) for name in checkpoint.tensors]
+    coded = [in_blocks(checkpoint.coded(name)) for name in checkpoint.tensors]
     kinds = tuple(sorted({matrix.kind for matrix in coded if matrix is not None}))
     return StoredWeights(_checkpoint_dtype(checkpoint), published_form, shapes, kinds)
 

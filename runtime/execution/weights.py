@@ -15,6 +15,7 @@ import torch
 
 from ops.coded_weight import CODED_ROWS, CodedWeight
 from ops.op_set import PackedEmbedding
+from runtime.checkpoints.quantized.in_blocks import in_blocks
 from runtime.errors import ModelError
 from runtime.execution.device import empty
 from runtime.models.sources import replaced, sources_in
@@ -136,7 +137,7 @@ class _Reader:
         names = tuple(self.prefix + name for name in names)
         if any(name not in self._checkpoint.tensors for name in names):
             return None
-        found = [self._checkpoint.coded(name) for name in names]
+        found = [in_blocks(self._checkpoint.coded(name)) for name in names]
         parts = tuple(part for part in found if part is not None)
         if tuple((part.n, part.k) for part in parts) != tuple((n, inputs) for n in outputs):
             return None

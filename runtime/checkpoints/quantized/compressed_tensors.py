@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ops.coded_weight import GroupedMatrix
 from runtime.checkpoints.quantized.stored import Settings, StoredWeight, block_size, unpacked
-from runtime.checkpoints.quantized.symmetric import symmetric
 from runtime.errors import ModelError, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ops.coded_weight import CodedMatrix
     from runtime.checkpoints.quantized.stored import Floats, Reader
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
@@ -108,20 +107,14 @@ def _plain(
 
 
 def _packed(reader: Reader, stem: str, shape: tuple[int, int], bits: int) -> Floats:
-    rows, columns = shape
-    per_word, half = 32 // bits, 2 ** (bits - 1)
-    words = (rows, -(-columns // per_word))
-    packed = reader.integers(f"{stem}.weight_packed", "int32", words)
-    values: Floats = (unpacked(packed, bits, 1)[:, :columns] - half).astype(np.float32)
+    values: Floats = _packed_integers(reader, stem, shape, bits).astype(np.float32)
     scales = reader.floats(f"{stem}.weight_scale")
     name, index = f"{stem}.weight_zero_point", f"{stem}.weight_g_idx"
-    zeros = None
-    if name in reader.names:
-        words = (-(-rows // per_word), *scales.shape[1:])
-        packed = reader.integers(name, "int32", words)
-        zeros = (unpacked(packed, bits, 0)[:rows] - half).astype(np.float32)
+    zeros = _packed_zeros(reader, stem, shape[0], bits, scales.shape[1:])
+    if zeros is None:
+        values -= 2 ** (bits - 1)
     if index in reader.names:
-        group = reader.integers(index, "int32", (columns,))
+        group = reader.integers(index, "int32", (shape[1],))
         if group.min() < 0 or group.max() >= scales.shape[-1]:
             raise reader.wrong(index, f"groups up to {group.max()}", f"{scales.shape[-1]} of them")
         if zeros is not None:
@@ -132,38 +125,66 @@ def _packed(reader: Reader, stem: str, shape: tuple[int, int], bits: int) -> Flo
     return values * spread(reader, f"{stem}.weight_scale", scales, shape)
 
 
+def _packed_integers(
+    reader: Reader, stem: str, shape: tuple[int, int], bits: int, rows: slice = slice(None)
+) -> NDArray[np.int32]:
+    words = (shape[0], -(-shape[1] // (32 // bits)))
+    packed = reader.integers(f"{stem}.weight_packed", "int32", words)[rows]
+    return unpacked(packed, bits, 1)[:, : shape[1]]
+
+
+def _packed_zeros(
+    reader: Reader, stem: str, rows: int, bits: int, groups: tuple[int, ...]
+) -> Floats | None:
+    """[rows, *groups], unsigned as the codes are."""
+    name = f"{stem}.weight_zero_point"
+    if name not in reader.names:
+        return None
+    packed = reader.integers(name, "int32", (-(-rows // (32 // bits)), *groups))
+    return unpacked(packed, bits, 0)[:rows].astype(np.float32)
+
+
 def _packed_codes(
     reader: Reader, stem: str, shape: tuple[int, int], bits: int
-) -> CodedMatrix | None:
-    if reader.present(stem, ".weight_zero_point", ".weight_g_idx"):
+) -> GroupedMatrix | None:
+    if reader.present(stem, ".weight_g_idx"):
         return None
     scales = reader.floats(f"{stem}.weight_scale")
-    if scales.ndim != 2 or scales.shape[0] != shape[0]:
+    if scales.ndim != 2 or scales.shape[0] != shape[0] or shape[1] % scales.shape[1]:
         return None
-    words = (shape[0], -(-shape[1] // (32 // bits)))
-
-    def read(first: int, last: int) -> NDArray[Any]:
-        packed = reader.integers(f"{stem}.weight_packed", "int32", words)[first:last]
-        return unpacked(packed, bits, 1)[:, : shape[1]]
-
-    return symmetric(bits, shape, scales, read)
+    zeros = _packed_zeros(reader, stem, shape[0], bits, scales.shape[1:])
+    middle = np.full(scales.shape, 2 ** (bits - 1), np.uint8)
+    return GroupedMatrix(
+        bits,
+        *shape,
+        scales,
+        middle if zeros is None else zeros.astype(np.uint8),
+        lambda first, last: _packed_integers(reader, stem, shape, bits, slice(first, last)),
+    )
 
 
 def _plain_codes(
     reader: Reader, stem: str, shape: tuple[int, int], block: tuple[int, int] | None
-) -> CodedMatrix | None:
+) -> GroupedMatrix | None:
     """Bytes with a scale for the whole or for each row."""
-    name = f"{stem}.weight"
-    if block or reader.names[name].dtype != "int8" or reader.present(stem, ".weight_zero_point"):
+    name, zero = f"{stem}.weight", f"{stem}.weight_zero_point"
+    if block or reader.names[name].dtype != "int8":
         return None
     scales = reader.floats(f"{stem}.weight_scale")
-    if scales.size not in (1, shape[0]):
+    zeros = reader.integers(zero, "int8") if zero in reader.names else np.zeros(1, np.int8)
+    if scales.size not in (1, shape[0]) or zeros.size not in (1, shape[0]):
         return None
 
-    def read(first: int, last: int) -> NDArray[Any]:
-        return reader.integers(name, "int8")[first:last].view(np.uint8) ^ np.uint8(128)
+    def unsigned(values: NDArray[np.int8]) -> NDArray[np.uint8]:
+        return values.view(np.uint8) ^ np.uint8(128)
 
-    return symmetric(8, shape, scales.reshape(-1, 1), read)
+    def of_rows(values: NDArray[Any]) -> NDArray[Any]:
+        return np.broadcast_to(values.reshape(-1, 1), (shape[0], 1))
+
+    def read(first: int, last: int) -> NDArray[Any]:
+        return unsigned(reader.integers(name, "int8")[first:last])
+
+    return GroupedMatrix(8, *shape, of_rows(scales), of_rows(unsigned(zeros)), read)
 
 
 def spread(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from ops.coded_weight import CodedMatrix
+    from ops.coded_weight import GroupedMatrix
     from runtime.checkpoints.quantized.stored import StoredWeight
 
 _METHODS: dict[str, Callable[[Reader, Settings], dict[str, StoredWeight]]] = {
@@ -55,7 +55,7 @@ class DequantizedCheckpoint:
         values = np.ascontiguousarray(weight.values(), np.float32)
         return RawTensor(weight.shape, "float32", values.data.cast("B"))
 
-    def coded(self, name: str) -> CodedMatrix | None:
+    def coded(self, name: str) -> GroupedMatrix | None:
         """See `Checkpoint.coded`."""
         return self._stored[name].codes() if name in self._stored else None
 

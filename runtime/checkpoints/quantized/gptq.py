@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ops.coded_weight import GroupedMatrix
 from runtime.checkpoints.quantized.stored import StoredWeight, unpacked
-from runtime.checkpoints.quantized.symmetric import symmetric
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ops.coded_weight import CodedMatrix
     from runtime.checkpoints.quantized.stored import Floats, Reader, Settings
 
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the nibbles of a word, from the lowest
@@ -55,18 +54,17 @@ def _gptq(
 
 def _gptq_codes(
     reader: Reader, stem: str, shape: tuple[int, int], bits: int, group: int, add: int
-) -> CodedMatrix | None:
-    """The codes of neighbouring groups whose zeros are all in the middle."""
+) -> GroupedMatrix | None:
+    """None where groups are not made of neighbours."""
     index, scales, zeros = _gptq_groups(reader, stem, shape, bits, group, add)
-    size = shape[1] // len(scales)
-    if (zeros != 2 ** (bits - 1)).any() or (index != np.arange(shape[1]) // size).any():
+    if (index != np.arange(shape[1]) // (shape[1] // len(scales))).any():
         return None
 
     def read(first: int, last: int) -> NDArray[Any]:
         words = reader.integers(f"{stem}.qweight", "int32")[:, first:last]
         return unpacked(words, bits, 0).T
 
-    return symmetric(bits, shape, np.ascontiguousarray(scales.T), read)
+    return GroupedMatrix(bits, *shape, scales.T, zeros.T.astype(np.uint8), read)
 
 
 def _gptq_groups(
@@ -99,19 +97,38 @@ def find_awq(reader: Reader, settings: Settings) -> dict[str, StoredWeight]:
         inputs, words = reader.shape(f"{stem}.qweight", 2)
         parts = reader.present(stem, ".qweight", ".qzeros", ".scales")
         shape = words * 32 // bits, inputs
-        found[f"{stem}.weight"] = StoredWeight(shape, parts, partial(_awq, reader, stem, shape))
+        read, codes = partial(_awq, reader, stem, shape), partial(_awq_codes, reader, stem, shape)
+        found[f"{stem}.weight"] = StoredWeight(shape, parts, read, codes)
     return found
 
 
 def _awq(reader: Reader, stem: str, shape: tuple[int, int]) -> Floats:
+    scales, zeros = _awq_groups(reader, stem, shape)
+    values = _in_order(reader.integers(f"{stem}.qweight", "int32"))
+    return _scaled(values, scales, zeros, np.arange(shape[1]) // (shape[1] // len(scales)))
+
+
+def _awq_codes(reader: Reader, stem: str, shape: tuple[int, int]) -> GroupedMatrix:
+    scales, zeros = _awq_groups(reader, stem, shape)
+
+    def read(first: int, last: int) -> NDArray[Any]:
+        words = slice(first // 8, -(-last // 8))
+        whole = _in_order(reader.integers(f"{stem}.qweight", "int32")[:, words])
+        return whole.T[first % 8 :][: last - first]
+
+    return GroupedMatrix(4, *shape, scales.T, zeros.T.astype(np.uint8), read)
+
+
+def _awq_groups(
+    reader: Reader, stem: str, shape: tuple[int, int]
+) -> tuple[Floats, NDArray[np.int32]]:
+    """Scales and zeros [groups, outputs]."""
     outputs, inputs = shape
     groups, _ = reader.shape(f"{stem}.scales", 2)
     if inputs % groups:
         raise reader.wrong(f"{stem}.scales", f"{groups} groups", f"a divisor of {inputs}")
     words = reader.integers(f"{stem}.qzeros", "int32", (groups, outputs // 8))
-    scales = reader.floats(f"{stem}.scales", (groups, outputs))
-    values = _in_order(reader.integers(f"{stem}.qweight", "int32"))
-    return _scaled(values, scales, _in_order(words), np.arange(inputs) // (inputs // groups))
+    return reader.floats(f"{stem}.scales", (groups, outputs)), _in_order(words)
 
 
 def _in_order(words: NDArray[np.int32]) -> NDArray[np.int32]:

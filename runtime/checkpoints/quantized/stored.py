@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ops.coded_weight import CodedMatrix
+    from ops.coded_weight import GroupedMatrix
 
     Floats = NDArray[np.float32]
 
@@ -34,7 +34,7 @@ class StoredWeight:
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     values: Callable[[], Floats]
-    codes: Callable[[], CodedMatrix | None] = lambda: None
+    codes: Callable[[], GroupedMatrix | None] = lambda: None
 
 
 class Reader:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from ops.coded_weight import CodedMatrix
 from ops.cpu import build
 from ops.op_set import PackedEmbedding
 from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
@@ -209,7 +210,7 @@ def test_pages_of_the_file_are_given_back(path: Path) -> None:
     source = checkpoint._sources[name]  # type: ignore[attr-defined]
     checkpoint._sources[name] = source._replace(release=lambda: released.append(name))  # type: ignore[attr-defined]
     matrix = checkpoint.coded(name)
-    assert matrix is not None
+    assert isinstance(matrix, CodedMatrix)
     matrix.read(0, 256)
     checkpoint.read(name)
     assert released == [name, name]

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from ops.coded_weight import GroupedMatrix
 from ops.cpu import build
 from runtime.checkpoints.open_checkpoint import open_checkpoint
+from runtime.checkpoints.quantized.in_blocks import in_blocks
 from runtime.errors import ModelError
 from tests.runtime.checkpoints.damage import MISSING, WRONG, outcome
 from tests.runtime.models.tiny_models import (
@@ -299,7 +301,7 @@ def test_symmetric_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> No
     _, expected = write_quantized(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     for weight, values in expected.items():
-        matrix = checkpoint.coded(weight)
+        matrix = in_blocks(checkpoint.coded(weight))
         assert (matrix and matrix.kind) == KEPT.get(name)
         if matrix is None:
             continue
@@ -310,6 +312,29 @@ def test_symmetric_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> No
             got = whole * torch.from_numpy(codes.factors).float().repeat_interleave(32, 1)
             if codes.minimum_factors is not None:
                 got += torch.from_numpy(codes.minimum_factors).float().repeat_interleave(32, 1)
+            assert torch.equal(got, values[first:last].float())
+
+
+GROUPED = {*KEPT, "gptq-4", "gptq-4-no-index", "awq", "w8a8-zeros", "w4a16-zeros"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_integers_of_neighbouring_groups_are_told_to_the_bit(name: str, tmp_path: Path) -> None:
+    _, expected = write_quantized(name, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    for weight, values in expected.items():
+        matrix = checkpoint.coded(weight)
+        assert isinstance(matrix, GroupedMatrix) == (name in GROUPED)
+        if not isinstance(matrix, GroupedMatrix):
+            continue
+        assert (matrix.n, matrix.k) == values.shape
+        scales, zeros = (
+            torch.from_numpy(numbers.copy()).float().repeat_interleave(matrix.group, 1)
+            for numbers in (matrix.scales, matrix.zeros)
+        )
+        for first, last in ((0, 13), (13, matrix.n)):
+            codes = torch.from_numpy(matrix.read(first, last).astype("float32"))
+            got = scales[first:last] * (codes - zeros[first:last])
             assert torch.equal(got, values[first:last].float())
 
 
