@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from server.console import progress
@@ -22,9 +24,11 @@ _LIBRARY = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with_parent() -> None:
+def _begin(cores: frozenset[int]) -> None:
     """Run by a new process: it gets SIGTERM should the fleet be killed, and frees its port."""
     _LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 class Member:
@@ -32,12 +36,20 @@ class Member:
 
     stdout: int | None = None  # the fleet's own
 
-    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: dict[str, str],
+        cores: frozenset[int] = frozenset(),
+    ) -> None:
+        """cores: those that it may run on; empty: all that the fleet may."""
         self.name = name
         self.process: asyncio.subprocess.Process | None = None
         self.asked_to_end = False
         self._command = command
         self._environment = environment
+        self._cores = cores
 
     async def start(self) -> asyncio.subprocess.Process:
         """Starts the process; the one before it has ended."""
@@ -47,7 +59,7 @@ class Member:
             env=self._environment,
             stdout=self.stdout,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=partial(_begin, self._cores) if sys.platform == "linux" else None,
         )
         return self.process
 

@@ -53,10 +53,20 @@ class FleetConfig:
         if self.devices:
             words += ["--device", "cuda"]  # which refuses where there is none, as auto would not
         elif not self.server.runner.cpu_threads:
-            cores = len(os.sched_getaffinity(0))
-            words += ["--cpu-threads", str(max(1, cores // self.replicas))]
+            words += ["--cpu-threads", str(self._cores_each)]
         # -P: a folder of this name where the fleet was started is not meant.
         return [sys.executable, "-P", "-m", "server", *self.words, *words]
+
+    def replica_cores(self, number: int) -> frozenset[int]:
+        """The cores of its own whose threads are to be bound to some; else empty."""
+        if self.devices or not self.server.runner.cpu_pinning:
+            return frozenset()
+        cores, each = allowed_cores(), self._cores_each
+        return frozenset(cores[(number * each + i) % len(cores)] for i in range(each))
+
+    @property
+    def _cores_each(self) -> int:
+        return max(1, len(allowed_cores()) // self.replicas)
 
     def replica_environment(self, number: int) -> dict[str, str]:
         environment = dict(os.environ)
@@ -83,6 +93,13 @@ class FleetConfig:
             *("--shutdown-grace-period-secs", str(drain_s), "--log-level", "warn"),
             *self.router_words,
         ]
+
+
+def allowed_cores() -> list[int]:
+    """Those that this process may run on; all, where the system does not tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def router_program() -> str:

@@ -21,7 +21,7 @@ class Replica(Member):
 
     def __init__(self, config: FleetConfig, number: int) -> None:
         command, environment = config.replica_command(number), config.replica_environment(number)
-        super().__init__(f"replica {number}", command, environment)
+        super().__init__(f"replica {number}", command, environment, config.replica_cores(number))
         self.url = config.url(number)
         self.ready = asyncio.Event()
         self._api_key = config.server.api_key

@@ -2,19 +2,19 @@
 host. Every test of a page uses `open_page`.
 
 Chromium is the machine's own (Debian: `apt-get install chromium`), driven by Playwright. Where either
-is missing the tests are skipped, unless LOOMSERVE_TEST_BROWSER is `required`: then they fail.
+is missing the tests are skipped, unless LOOMSERVE_TEST_TOOLS is `required`: then they fail.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from scripts._chromium import ARGUMENTS, MISSING, find_chromium
+from tests.missing import missing
 from tests.server.server_kit import CHATML_TOOLS, Served, sim_server
 
 if TYPE_CHECKING:
@@ -38,13 +38,6 @@ def browser() -> Iterator[Browser]:
         chromium = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
         yield chromium
         chromium.close()
-
-
-def missing(what: str) -> NoReturn:
-    """Skips the test, or fails it where nothing may be missing."""
-    if os.environ.get("LOOMSERVE_TEST_BROWSER") == "required":
-        pytest.fail(what)
-    pytest.skip(what)
 
 
 @pytest.fixture

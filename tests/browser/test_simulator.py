@@ -20,7 +20,7 @@ from scripts import simulate
 from scripts._report_file import write_report
 from server.args import parse_args
 from server.simulator_files import fetch_pyodide
-from tests.browser.conftest import missing
+from tests.missing import missing
 from tests.server.server_kit import sim_server
 from tests.values import present
 

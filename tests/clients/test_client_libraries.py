@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.environment import NoIndex, python_with_clients
+from tests.missing import missing
 from tests.server.server_kit import CHATML_TOOLS, sim_server
 
 USES = sorted(Path(__file__).with_name("uses").glob("use_*.py"))
@@ -27,7 +28,7 @@ def python(tmp_path_factory):
     try:
         return python_with_clients(tmp_path_factory.mktemp("environments"))
     except NoIndex as error:
-        pytest.skip(f"pip cannot reach a package index: {error}")
+        missing(f"pip cannot reach a package index: {error}")
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ import tempfile
 import venv
 from pathlib import Path
 
-import pytest
-
 from tests.clients.environment import NoIndex, install
+from tests.missing import missing
 
 ROUTERS = ("sglang-router==0.3.2", "vllm-router==0.1.17")
 RAY = ("ray[serve]==2.60.0",)
@@ -43,6 +42,6 @@ def _environment(requirements: tuple[str, ...]) -> Path:
         try:
             install(folder / "bin" / "python", "--no-compile", *requirements)
         except NoIndex as error:
-            pytest.skip(f"pip cannot reach a package index: {error}")
+            missing(f"pip cannot reach a package index: {error}")
         done.touch()
     return folder / "bin"

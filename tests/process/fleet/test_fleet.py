@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shlex
 import signal
@@ -62,3 +63,11 @@ def test_a_death_costs_the_streams_that_had_begun_and_nothing_else(process, port
         assert what_is_wrong(death.answers, expected, death.at_s) == []
         process.wait_for(f"replica {death.number} ended with status -9")
         process.wait_for(f"replica {death.number} takes requests")
+
+
+def test_a_router_that_dies_is_started_again_and_knows_the_replicas(process, port, expected):
+    """Last, since a router that has lived for under a minute is waited for longer each time."""
+    os.kill(pid_of(port), signal.SIGKILL)
+    process.wait_for("the router ended with status -9")
+    process.wait_for(r"^\s*curl ")
+    assert answers_of(f"http://127.0.0.1:{port}") == expected

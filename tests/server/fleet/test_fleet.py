@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from aiohttp import web
 from runtime.errors import ConfigError
 from server.args import parse_args
 from server.fleet import options as fleet_options
+from server.fleet.member import Member
 from server.fleet.options import parse_fleet
 from server.fleet.supervisor import Fleet, run_fleet
 
@@ -44,6 +46,33 @@ def test_devices_are_dealt_out_in_turn():
     assert seen == ["0", "2", "0"]
     assert "--cpu-threads" not in config.replica_command(0)
     assert after(config.replica_command(0), "--device") == "cuda", "it refuses without a GPU"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "cores"),
+    [(2, [{1, 4}, {5, 7}]), (3, [{1}, {4}, {5}]), (5, [{1}, {4}, {5}, {7}, {1}])],
+)
+def test_replicas_that_bind_threads_have_cores_of_their_own(replicas, cores, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 1, 5, 4})
+    words = ["--replicas", str(replicas)]
+    config = parse_fleet([*words, "--cpu-pinning"])
+    assert [config.replica_cores(number) for number in range(replicas)] == cores
+    assert int(after(config.replica_command(0), "--cpu-threads")) == len(cores[0])
+    assert parse_fleet(words).replica_cores(0) == set(), "the system deals out, as it does well"
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="where a process may run is told on Linux alone"
+)
+async def test_a_member_runs_on_its_cores_alone():
+    class Told(Member):
+        stdout = asyncio.subprocess.PIPE
+
+    core = max(os.sched_getaffinity(0))
+    program = "import os; print(os.sched_getaffinity(0))"
+    member = Told("one", [sys.executable, "-c", program], dict(os.environ), frozenset({core}))
+    told, _ = await (await member.start()).communicate()
+    assert told.decode().strip() == str({core})
 
 
 def config_of_a_replica(words, monkeypatch):

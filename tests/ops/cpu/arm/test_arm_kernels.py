@@ -23,6 +23,7 @@ from ops.cpu import build
 from ops.cpu.library import KINDS as CODED_KINDS
 from ops.op_set import AttentionSpec, SamplingTensors
 from ops.reference import ReferenceOps
+from tests.missing import missing
 from tests.ops.cpu.cases import generator, paged_batch, prefill_step, tiny_model
 from tests.ops.cpu.conftest import open_ops
 from tests.ops.cpu.test_native_codes import TYPES, coded
@@ -52,9 +53,9 @@ def path(request) -> str:
 @pytest.fixture(scope="module")
 def harness(path, tmp_path_factory):
     """Runs commands on a path of Arm; returns the floats that come out."""
-    missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} not found (Debian: g++-aarch64-linux-gnu, qemu-user)")
+    lacking = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
+    if lacking:
+        missing(f"{' and '.join(lacking)} not found (Debian: g++-aarch64-linux-gnu, qemu-user)")
     folder = tmp_path_factory.mktemp(path)
     flags = (*FLAGS, *CHECKS, *build.machine_flags(path), f"-I{build.SOURCES}")
     sources = [*sorted(build.SOURCES.glob("*.cpp")), Path(__file__).with_name("harness.cpp")]
