@@ -141,10 +141,11 @@ class CheckedLoop(RuleBasedStateMachine):
         else:
             output.device_s = step_seconds(batch)
             failed = [bad % len(batch.sampled)] if bad is not None and batch.sampled else []
+            anew = [name for name, life in self.model.lives.items() if life.starts_anew]
             news: list[RequestOutput] = []
 
             def commit() -> StepOutput:
-                news.extend(self.driver.commit(failed))
+                news.extend(self.driver.commit(failed, anew))
                 return output
 
             self.model.commit(commit, self.driver.now)

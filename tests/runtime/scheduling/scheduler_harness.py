@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from runtime.config import SchedulerConfig
@@ -163,15 +163,16 @@ class Driver:
         for load_id in list(self.device.tier.loads):
             self.finish_load(load_id)
 
-    def commit(self, failed: Sequence[int] = ()) -> list[RequestOutput]:
+    def commit(self, failed: Sequence[int] = (), anew: Collection[str] = ()) -> list[RequestOutput]:
         """Commits the oldest step in flight.
 
         Args:
             failed: of its sampled rows, those that give no token.
+            anew: who starts anew already: what their rows give says nothing.
         """
         batch, output = self.in_flight.popleft()
         assert output is not None, "its launch raised"
-        void = self.void.pop(batch.step, set())
+        void = self.void.pop(batch.step, set()).union(anew)
         later = [other for other, _ in self.in_flight]
         output.failed.update(dict.fromkeys(failed, NO_NUMBER))
         self.device.gave_numbers(

@@ -86,6 +86,28 @@ def test_an_ended_request_lets_go_of_what_a_failed_step_put_into_the_cache() -> 
     state.teardown()
 
 
+def test_a_row_that_starts_anew_anyway_says_nothing_of_its_pieces() -> None:
+    """Found by random lives: two complete a prompt one after the other, on pages that they share;
+    the first gives no number, so that the second starts anew; then it gives none either."""
+    state = SchedulerMachine()
+    made = SchedulerConfig(
+        page_size=1,
+        chunked_prefill_size=3,
+        disable_mixed_chunk=True,
+        priority_preemption_threshold=5,
+        capacity_tokens=72,
+        context_length=60,
+        eos_token_ids=frozenset({EOS}),
+    )
+    state.start(made=made, guilty=0, overlap=True)
+    state.leave_rubbish_behind(leaves=False, seed=2)
+    state.come_back(crowd=0.9, pages=1, share=0.2)
+    state.leave_rubbish_behind(leaves=False, seed=23)
+    state.leave_rubbish_behind(leaves=False, seed=0)
+    state.teardown()
+    assert state.scheduler.counters.finished["error"] == 3, "whose prompts hold no numbers"
+
+
 def test_the_naive_model_refuses_what_was_never_written() -> None:
     driver = Driver(SchedulerConfig(page_size=1, capacity_tokens=101, context_length=60))
     model = NaiveModel(driver.scheduler, driver.device, mixing=True, cache=True)
