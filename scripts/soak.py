@@ -6,9 +6,9 @@
 
 What stands behind `--` are options of `serve`. Beside plain requests of every protocol there are
 disconnects, slow readers, floods, aborts, grammars and bad bodies. Every so often the traffic stops
-until nothing runs; then memory, files, threads and KV are looked at. In the end the server is told
-to stop while requests run. The exit status is 1 where an answer was wrong, memory, files or threads
-grew by more than 2 % from the first third to the last, or KV was not given back.
+until nothing runs; then memory, files, threads, tasks and KV are
+looked at. In the end the server is told to stop while requests run. The exit status is 1 where an
+answer was wrong, memory, files, threads or tasks grew by more than 2 % from the first third to the last, or KV was not given back.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ MOST_GROWTH = 0.02
 class Sample:
     """What the idle server has.
 
-    Args: files: beside connections. kv_lost: KV tokens that are neither free nor cached, or locked.
+    Args: files, tasks: beside connections. kv_lost: KV tokens that are neither free nor cached, or locked.
     """
 
     at_s: float
     memory_mib: float
     files: int
     threads: int
+    tasks: int
     connections: int
     kv_lost: int
 
@@ -168,7 +169,7 @@ class Soak:
             while found is None:
                 await asyncio.sleep(0.05)
                 found = await self._idle()
-        connections = await self._connections()
+        connections, tasks = await self._gauges("loomserve:connections", "loomserve:tasks")
         memory_mib, threads, files = process_figures(self.pid)
         self.samples.append(
             Sample(
@@ -176,6 +177,7 @@ class Soak:
                 memory_mib=memory_mib,
                 files=files - connections,
                 threads=threads,
+                tasks=tasks - connections,
                 connections=connections,
                 kv_lost=found["capacity_tokens"]
                 - found["free_tokens"]
@@ -191,11 +193,11 @@ class Soak:
         busy = ("running", "prefilling", "waiting", "waiting_grammar", "in_flight")
         return None if any(found[name] for name in busy) else found
 
-    async def _connections(self) -> int:
+    async def _gauges(self, *names: str) -> list[int]:
         async with self.session.get(self.url + "/metrics") as answer:
-            lines = (await answer.text()).splitlines()
-        values = [line.split()[-1] for line in lines if line.startswith("loomserve:connections")]
-        return int(float(values[0])) if values else 0
+            lines = [line.split() for line in (await answer.text()).splitlines()]
+        values = {line[0].partition("{")[0]: line[-1] for line in lines}
+        return [int(float(values[name])) for name in names]
 
 
 def process_figures(pid: int) -> tuple[float, int, int]:
@@ -215,7 +217,7 @@ def judge(samples: list[Sample]) -> list[str]:
     early, late = samples[1 : 1 + third], samples[-third:]
     if len(samples) < 4:
         return [*problems, "too short to tell whether anything grows"]
-    for name in ("memory_mib", "files", "threads"):
+    for name in ("memory_mib", "files", "threads", "tasks"):
         before, after = (mean(getattr(s, name) for s in part) for part in (early, late))
         if after > before * (1 + MOST_GROWTH):
             problems.append(f"{name} grew from {before:.1f} to {after:.1f}")
@@ -224,13 +226,13 @@ def judge(samples: list[Sample]) -> list[str]:
 
 def table(soak: Soak) -> str:
     lines = [
-        "| minute | memory, MiB | files | threads | KV tokens lost |",
-        "|---:|---:|---:|---:|---:|",
+        "| minute | memory, MiB | files | threads | tasks | KV tokens lost |",
+        "|---:|---:|---:|---:|---:|---:|",
     ]
     step = max(1, len(soak.samples) // 20)
     shown = [*soak.samples[:-1:step], *soak.samples[-1:]]
     lines += [
-        f"| {s.at_s / 60:.1f} | {s.memory_mib:.1f} | {s.files} | {s.threads} | {s.kv_lost} |"
+        f"| {s.at_s / 60:.1f} | {s.memory_mib:.1f} | {s.files} | {s.threads} | {s.tasks} | {s.kv_lost} |"
         for s in shown
     ]
     lines += ["", "Sent: " + ", ".join(f"{name} {n:,}" for name, n in sorted(soak.sent.items()))]

@@ -143,6 +143,7 @@ def make_service(
     bodies = Bodies(config.max_body_bytes)
     metrics.connections = lambda: len(connections)
     metrics.held_bytes = lambda: (bodies.bytes, sum(connections.unsent_bytes))
+    metrics.tasks = lambda: len(asyncio.all_tasks())
     metrics.unread_tokens = lambda: sum(generator.unread_tokens)
     reports: Watchers[RequestReport] = Watchers()
     tracing = Tracing(generator, reports)

@@ -157,6 +157,11 @@ _GAUGES: Sequence[Gauge] = (
         "Tokens that are there, and that their clients have not made room for",
         lambda s, m: m.unread_tokens(),
     ),
+    (
+        "loomserve:tasks",
+        "Tasks of the event loop that have not ended, of which each connection has one",
+        lambda s, m: m.tasks(),
+    ),
 )
 _COUNTS: Sequence[Count] = (
     (

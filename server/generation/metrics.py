@@ -98,6 +98,7 @@ class Metrics:
     connections: Callable[[], int] = lambda: 0
     held_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0)  # of bodies, of unsent answers
     unread_tokens: Callable[[], int] = lambda: 0
+    tasks: Callable[[], int] = lambda: 0
     loop_lag: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     loop_cpu: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
 

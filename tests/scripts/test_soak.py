@@ -6,7 +6,7 @@ from scripts.soak import Sample, judge
 
 
 def samples(memory, **changes):
-    values = {"files": 14, "threads": 6, "connections": 0, "kv_lost": 0, **changes}
+    values = {"files": 14, "threads": 6, "tasks": 9, "connections": 0, "kv_lost": 0, **changes}
     return [Sample(at_s=60.0 * i, memory_mib=one, **values) for i, one in enumerate(memory)]
 
 
@@ -17,6 +17,11 @@ def test_what_is_filled_once_is_no_growth():
 def test_growth_is_told():
     (told,) = judge(samples([200, 300, 302, 305, 306, 308, 310]))
     assert told == "memory_mib grew from 301.0 to 309.0"
+
+
+def test_a_task_that_each_look_finds_more_of_is_told():
+    grown = [one for i in range(7) for one in samples([300] * 7, tasks=9 + i)[i : i + 1]]
+    assert judge(grown) == ["tasks grew from 10.5 to 14.5"]
 
 
 def test_kv_that_is_lost_is_told_once_for_each_look():
