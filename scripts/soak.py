@@ -6,9 +6,9 @@
 
 What stands behind `--` are options of `serve`. Beside plain requests of every protocol there are
 disconnects, slow readers, floods, aborts, grammars and bad bodies. Every so often the traffic stops
-until nothing runs; then memory, files, threads, tasks and KV are
-looked at. In the end the server is told to stop while requests run. The exit status is 1 where an
-answer was wrong, memory, files, threads or tasks grew by more than 2 % from the first third to the last, or KV was not given back.
+until nothing runs; then memory, files, threads, tasks and KV are looked at. In the end the server
+is told to stop while requests run. The exit status is 1 where an answer was wrong, memory, files,
+threads or tasks grew by more than 2 % from the first third to the last, or KV was not given back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ MOST_GROWTH = 0.02
 class Sample:
     """What the idle server has.
 
-    Args: files, tasks: beside connections. kv_lost: KV tokens that are neither free nor cached, or locked.
+    Args:
+        files, tasks: beside connections.
+        kv_lost: KV tokens that are neither free nor cached, or locked.
     """
 
     at_s: float
@@ -231,10 +233,10 @@ def table(soak: Soak) -> str:
     ]
     step = max(1, len(soak.samples) // 20)
     shown = [*soak.samples[:-1:step], *soak.samples[-1:]]
-    lines += [
-        f"| {s.at_s / 60:.1f} | {s.memory_mib:.1f} | {s.files} | {s.threads} | {s.tasks} | {s.kv_lost} |"
-        for s in shown
-    ]
+    for s in shown:
+        counts = (s.files, s.threads, s.tasks, s.kv_lost)
+        figures = [f"{s.at_s / 60:.1f}", f"{s.memory_mib:.1f}", *map(str, counts)]
+        lines.append(f"| {' | '.join(figures)} |")
     lines += ["", "Sent: " + ", ".join(f"{name} {n:,}" for name, n in sorted(soak.sent.items()))]
     lines.append("Came back: " + ", ".join(f"{k} {n:,}" for k, n in sorted(soak.came_back.items())))
     return "\n".join(lines)

@@ -16,8 +16,8 @@ import pytest
 
 from server.http import api_key
 from tests.fakes import byte_tokenizer, fake_runner, fake_server, live, make_fake_service
+from tests.security.raw_requests import FLOOD_OF_CHUNKS, HEADERS, SMUGGLING
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 MESSAGES = [{"role": "user", "content": "x"}]
 PATIENCE_S = 30
 
@@ -79,59 +79,26 @@ async def test_a_count_without_a_bound_is_refused_or_ignored(path, body):
         assert len(server.service.engine.delivery.live) < 300
 
 
-SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Smuggled: 1\r\n\r\n"
-SMUGGLING = {
-    "length and chunks": b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "two lengths": b"Content-Length: 2\r\nContent-Length: 60\r\n\r\n{}",
-    "a list of lengths": b"Content-Length: 2, 60\r\n\r\n{}",
-    "a length with a sign": b"Content-Length: +2\r\n\r\n{}",
-    "a length with an underscore": b"Content-Length: 1_0\r\n\r\n{}",
-    "a length in other digits": "Content-Length: ２\r\n\r\n{}".encode(),
-    "an encoding that only begins like chunked": b"Transfer-Encoding: chunked123\r\n\r\n0\r\n\r\n",
-    "chunked twice": b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
-    "chunked in other letters": "Transfer-Encoding: chun\u212aed\r\n\r\n0\r\n\r\n".encode(),
-    "a blank before the colon": b"Content-Length : 2\r\n\r\n{}",
-    "a folded header": b"X: a\r\n b\r\nContent-Length: 2\r\n\r\n{}",
-    "a bare line feed": b"X: a\nContent-Length: 2\r\n\r\n{}",
-    "a zero byte": b"X: a\x00b\r\nContent-Length: 2\r\n\r\n{}",
-    "a line feed in a chunk's extension": b"Transfer-Encoding: chunked\r\n\r\n2;a\nb\r\n{}\r\n0\r\n\r\n",
-}
-
-
 @pytest.mark.parametrize("data", SMUGGLING.values(), ids=SMUGGLING)
 async def test_a_request_that_two_readers_read_in_two_ways_is_refused(data):
     """And what follows it on the connection is nobody's request."""
     async with fake_server() as server, bystander(server):
-        answer = await raw(server, HEAD + data + SMUGGLED)
+        answer = await raw(server, data)
         assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")), answer[:200]
         assert answer.count(b"HTTP/1.") == 1
         assert b'"object":"list"' not in answer
 
 
-HEADERS = {
-    "one of 1 MB": b"X: " + b"a" * 1_000_000 + b"\r\n",
-    "a name of 1 MB": b"X" * 1_000_000 + b": a\r\n",
-    "20,000 of them": b"".join(b"X-%d: a\r\n" % i for i in range(20_000)),
-    "a path of 1 MB": b"",
-}
-
-
 @pytest.mark.parametrize("kind", HEADERS)
 async def test_giant_headers_are_refused_and_not_kept(kind):
-    path = b"/" + b"a" * 1_000_000 if kind == "a path of 1 MB" else b"/health"
     async with fake_server() as server, bystander(server):
-        answer = await raw(
-            server, b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n" + HEADERS[kind] + b"\r\n"
-        )
+        answer = await raw(server, HEADERS[kind])
         assert answer.split(b" ")[1:2] in ([], [b"400"], [b"431"], [b"414"])
 
 
 async def test_a_flood_of_chunks_is_read_as_the_body_that_it_is():
-    text = json.dumps({"prompt": "x" * 60_000, "max_tokens": 1}).encode()
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
-    head = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with fake_server() as server, bystander(server):
-        answer = await raw(server, head + chunks)
+        answer = await raw(server, FLOOD_OF_CHUNKS)
         assert b"context_length_exceeded" in answer
 
 
