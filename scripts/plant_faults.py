@@ -4,6 +4,7 @@
     scripts/plant_faults.py                       all of them; takes an hour or so
     scripts/plant_faults.py --area cache          those of one area
     scripts/plant_faults.py --only 12 57          those with these numbers
+    scripts/plant_faults.py --sample 100          so many of them by chance, always the same
     scripts/plant_faults.py --results found.jsonl keeps what was found, and leaves out what is there
     scripts/plant_faults.py --check               only looks whether each can still be planted
 
@@ -20,6 +21,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -119,6 +121,8 @@ class Nursery:
             return ["one that does not end"]
         if process.exitcode == 0:
             return []
+        if process.exitcode is not None and process.exitcode < 0:
+            return ["a crash"]
         told = output.read_text()
         summary = told.rpartition("short test summary info")[2]
         lines = [line for line in summary.splitlines() if line.startswith(("FAILED ", "ERROR "))]
@@ -139,9 +143,13 @@ def tests_of(area: str) -> list[str]:
 
 
 def by_likelihood(plant: Plant) -> list[str]:
-    """The tests of a mistake's area, those of its own file first."""
-    own = f"test_{Path(plant.file).stem}"
-    return sorted(tests_of(plant.area), key=lambda test: Path(test).stem != own)
+    """The tests of a mistake's area, those of its own file first, then those that name it."""
+    name = Path(plant.file).stem
+
+    def distance(test: str) -> tuple[bool, bool]:
+        return Path(test).stem != f"test_{name}", name not in (ROOT / test).read_text()
+
+    return sorted(tests_of(plant.area), key=distance)
 
 
 def _run_tests(tree: Path, arguments: Sequence[str], output: Path) -> None:
@@ -204,6 +212,7 @@ def main() -> int:
     )
     parser.add_argument("--area", choices=AREAS, help="one area alone")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of mistakes")
+    parser.add_argument("--sample", type=int, metavar="N", help="so many of them, by chance")
     parser.add_argument(
         "--results", type=Path, metavar="FILE", help="keep what is found; leave out what is there"
     )
@@ -218,6 +227,9 @@ def main() -> int:
         for number, plant in enumerate(PLANTS)
         if options.area in (None, plant.area) and number in (options.only or [number])
     }
+    if options.sample is not None:
+        numbers = random.Random(0).sample(list(chosen), min(options.sample, len(chosen)))
+        chosen = {number: chosen[number] for number in numbers}
     if options.check:
         print(f"{len(chosen)} mistakes can be planted")
         return 0

@@ -135,6 +135,14 @@ def test_decode_over_many_splits_equals_the_reference(window: int) -> None:
     assert relative_error(got, reference_attention(*problem.arguments())) <= 1e-5
 
 
+def test_a_sink_far_above_every_score_has_all_the_weight() -> None:
+    """By so much that 2 to the power of the difference is no number in float32."""
+    problem = paged_problem([(40, 1), (300, 1)], head_dim=64, group=2, kv_heads=1, sinks=True)
+    assert problem.spec.sinks is not None
+    problem.spec.sinks.fill_(110.0)
+    assert decode_attention(*problem.arguments()).abs().max() < 1e-6
+
+
 @pytest.mark.slow
 def test_a_decode_row_depends_on_nothing_but_itself() -> None:
     """The same bits alone, beside other rows, and under a larger bound of the context."""
