@@ -17,6 +17,7 @@ _FRAMES = {
     "chunked twice": b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
     "chunked in other letters": "Transfer-Encoding: chun\u212aed\r\n\r\n0\r\n\r\n".encode(),
     "a blank before the colon": b"Content-Length : 2\r\n\r\n{}",
+    "two hosts": b"Host: y\r\nContent-Length: 2\r\n\r\n{}",
     "a folded header": b"X: a\r\n b\r\nContent-Length: 2\r\n\r\n{}",
     "a bare line feed": b"X: a\nContent-Length: 2\r\n\r\n{}",
     "a zero byte": b"X: a\x00b\r\nContent-Length: 2\r\n\r\n{}",
