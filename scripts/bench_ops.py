@@ -12,7 +12,8 @@ fits the caches is compared with memory bandwidth all the same, so its ratio can
     sample     one token for each of 1 and 16 rows
     step       a whole step in one call: decode rows, a chunk, a chunk beside decode rows
 
-int8 products count as half a bfloat16 one, float32 as two (what the instructions do at best).
+int8 products count as half a bfloat16 one, float32 as two (what the instructions do at best). One
+thread is timed by its own processor time, which other load on the machine changes least.
 Usage: python scripts/bench_ops.py [PART ...] [--threads N] [--path avx512_bf16|...]
 Each part ends with one line of JSON.
 """
@@ -72,8 +73,14 @@ class Result:
 
 
 class Bench:
-    def __init__(self, ops: Any, machine: Machine, seconds: float) -> None:
-        self.ops, self.machine, self.seconds = ops, machine, seconds
+    def __init__(
+        self,
+        ops: Any,
+        machine: Machine,
+        seconds: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.ops, self.machine, self.seconds, self.clock = ops, machine, seconds, clock
         self.rand = torch.Generator().manual_seed(0)
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -84,9 +91,9 @@ class Bench:
         run()
         times: list[float] = []
         while sum(times) < self.seconds or len(times) < 3:
-            start = time.perf_counter()
+            start = self.clock()
             run()
-            times.append(time.perf_counter() - start)
+            times.append(self.clock() - start)
         of_bytes, of_flops = bytes_ / self.machine.bandwidth, flops / self.machine.bf16_flops
         bound = "memory" if of_bytes >= of_flops else "arithmetic"
         floor = max(of_bytes, of_flops)
@@ -272,6 +279,8 @@ def main() -> None:
     parser.add_argument("--path", help="instruction path; default: the best of this CPU")
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each line")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)  # the limits are theirs
     machine = measure_machine()
     ops, kernels = load_cpu_ops(CpuOptions(args.kernels, args.threads, path=args.path), print)
     if kernels.startswith("native"):
@@ -279,7 +288,8 @@ def main() -> None:
     print(f"{kernels}; {machine.bandwidth / 1e9:.1f} GB/s read,", end=" ")
     print(f"{machine.bf16_flops / 1e12:.3f} TFLOP/s bfloat16, torch {torch.__version__}")
     print(f"{'':44}{'median':>9}{'best':>9}{'floor':>9} {'bound by':10}{'ratio':>7}   (ms)")
-    bench = Bench(ops, machine, args.seconds)
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    bench = Bench(ops, machine, args.seconds, clock)
     for part in args.parts or PARTS:
         results = []
         with torch.inference_mode():
