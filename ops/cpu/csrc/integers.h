@@ -19,9 +19,12 @@
 namespace loom {
 
 // The largest magnitude of 32 floats, by its bits: a NaN or an infinity has larger bits than any
-// number. And the floats as bytes, rounded to nearest even; `total` is the bytes' sum.
+// number. And the floats as bytes, rounded to nearest even, and their sums.
+struct HalfSums {
+  int32_t first, second;
+};
 uint32_t peak_bits(F16 a, F16 b);
-int32_t to_bytes(F16 a, F16 b, char* out);
+HalfSums to_bytes(F16 a, F16 b, char* out);
 
 }  // namespace loom
 

@@ -13,20 +13,16 @@ inline uint32_t peak_bits(F16 a, F16 b) {
   }
   return vmaxvq_u32(most);
 }
-inline int32_t to_bytes(F16 a, F16 b, char* out) {
-  int32x4_t total = vdupq_n_s32(0);
-  for (const F16* x : {&a, &b}) {
+inline HalfSums to_bytes(F16 a, F16 b, char* out) {
+  auto narrowed = [](const F16& x, char* bytes) {
     int32x4_t i[4];
-    for (int j = 0; j < 4; j++) {
-      i[j] = vcvtnq_s32_f32(x->v[j]);
-      total = vaddq_s32(total, i[j]);
-    }
+    for (int j = 0; j < 4; j++) i[j] = vcvtnq_s32_f32(x.v[j]);
     int16x8_t low = vcombine_s16(vqmovn_s32(i[0]), vqmovn_s32(i[1]));
     int16x8_t high = vcombine_s16(vqmovn_s32(i[2]), vqmovn_s32(i[3]));
-    vst1q_s8((int8_t*)out, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
-    out += kLanes;
-  }
-  return vaddvq_s32(total);
+    vst1q_s8((int8_t*)bytes, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+    return vaddvq_s32(vaddq_s32(vaddq_s32(i[0], i[1]), vaddq_s32(i[2], i[3])));
+  };
+  return {narrowed(a, out), narrowed(b, out + kLanes)};
 }
 
 struct Bytes {

@@ -6,17 +6,28 @@
 
 namespace loom {
 
+// The sums of eight words and of eight more.
+inline HalfSums half_sums(__m256i a, __m256i b) {
+  __m256i quads = _mm256_hadd_epi32(a, b);
+  __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(quads), _mm256_extracti128_si256(quads, 1));
+  sums = _mm_hadd_epi32(sums, sums);
+  return {_mm_cvtsi128_si32(sums), _mm_extract_epi32(sums, 1)};
+}
+
 #if defined(LOOM_ZMM)
 
 inline uint32_t peak_bits(F16 a, F16 b) {
   return _mm512_reduce_max_epu32(
       _mm512_max_epu32(_mm512_castps_si512(abs(a).v), _mm512_castps_si512(abs(b).v)));
 }
-inline int32_t to_bytes(F16 a, F16 b, char* out) {
+inline HalfSums to_bytes(F16 a, F16 b, char* out) {
   __m512i x = _mm512_cvtps_epi32(a.v), y = _mm512_cvtps_epi32(b.v);
   _mm_storeu_si128((__m128i*)out, _mm512_cvtsepi32_epi8(x));
   _mm_storeu_si128((__m128i*)out + 1, _mm512_cvtsepi32_epi8(y));
-  return _mm512_reduce_add_epi32(_mm512_add_epi32(x, y));
+  auto folded = [](__m512i v) {
+    return _mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+  };
+  return half_sums(folded(x), folded(y));
 }
 inline F16 from_halves(__m256i lo, __m256i hi) {
   return {_mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1))};
@@ -33,17 +44,14 @@ inline uint32_t peak_bits(F16 a, F16 b) {
   z = _mm_max_epu32(z, _mm_shuffle_epi32(z, 0x4e));
   return uint32_t(_mm_cvtsi128_si32(_mm_max_epu32(z, _mm_shuffle_epi32(z, 0xb1))));
 }
-inline int32_t to_bytes(F16 a, F16 b, char* out) {
+inline HalfSums to_bytes(F16 a, F16 b, char* out) {
   __m256i i[] = {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi), _mm256_cvtps_epi32(b.lo),
                  _mm256_cvtps_epi32(b.hi)};
   // Packing works within 128-bit lanes: every fourth word of the result belongs together.
   __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(i[0], i[1]), _mm256_packs_epi32(i[2], i[3]));
   bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256((__m256i*)out, bytes);
-  __m256i x = _mm256_add_epi32(_mm256_add_epi32(i[0], i[1]), _mm256_add_epi32(i[2], i[3]));
-  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+  return half_sums(_mm256_add_epi32(i[0], i[1]), _mm256_add_epi32(i[2], i[3]));
 }
 inline F16 from_halves(__m256i lo, __m256i hi) {
   return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)};

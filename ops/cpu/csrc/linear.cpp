@@ -166,12 +166,12 @@ void quantize_row(const float* x, int64_t k, char* out) {
     bool finite = bits < 0x7f800000;
     float scale = finite ? peak / 127.0f : NAN;
     F16 inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
-    auto* bytes = (const int8_t*)out + g * kGroup;
-    int32_t total = to_bytes(low * inverse, high * inverse, out + g * kGroup), first = 0;
-    for (int i = 0; i < kGroup / 2; i++) first += bytes[i];
+    HalfSums sums = to_bytes(low * inverse, high * inverse, out + g * kGroup);
     // What the conversion made of a value that is no number may not fit the sum.
-    if (!finite) total = first = 0;
-    of_row[g] = {scale, scale * float(total), {first, total - first}};
+    if (!finite) sums = {};
+    int32_t total = sums.first + sums.second;
+    of_row[g] = {scale, scale * float(total), -kSignedOffset * total,
+                 {int16_t(sums.first), int16_t(sums.second)}};
   }
 }
 

@@ -18,7 +18,8 @@ namespace loom {
 struct GroupOfRow {
   float scale;
   float scaled_sum;  // scale * sum of the group's bytes
-  int32_t sums[2];   // of the bytes of each half
+  int32_t start;     // -kSignedOffset * that sum
+  int16_t sums[2];   // of the bytes of each half
 };
 
 // Scale and minimum of sixteen outputs for one stretch of k: factors times integers, which is exact
@@ -60,9 +61,10 @@ inline F16 add_stretch(F16 sum, F16 stretch, const Scales<kind>& of_panel, const
 // What the integer sum of a stretch starts from.
 template <int kind>
 inline int32_t start_of(const GroupOfRow& of_row, int part) {
-  bool whole = form_of(kind).stretch == kGroup;
-  int32_t sum = whole ? of_row.sums[0] + of_row.sums[1] : of_row.sums[part];
-  return -stored_offset<kind> * sum;
+  constexpr CodeForm form = form_of(kind);
+  static_assert(form.stretch < kGroup || form.offset == 0);
+  if (form.stretch < kGroup) return -stored_offset<kind> * of_row.sums[part];
+  return form.is_signed() ? of_row.start : 0;
 }
 
 // Calls body(0) to body(count - 1) with constants.

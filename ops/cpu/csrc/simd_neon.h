@@ -28,7 +28,6 @@ inline float to_float_half(half bits) {
   memcpy(&h, &bits, 2);
   return float(h);
 }
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline void pause() { asm volatile("yield"); }
 
 struct F16 {

@@ -7,7 +7,6 @@ namespace loom {
 
 inline half to_half(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
 inline float to_float_half(half h) { return _cvtsh_ss(h); }
-inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 inline void pause() { _mm_pause(); }
 
 }  // namespace loom

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import re
+import shutil
 import stat
+import subprocess
 import threading
 from pathlib import Path
 
@@ -284,3 +288,15 @@ def test_packed_weights_take_only_their_own_memory(best: NativeOps) -> None:
     assert sizes[None] == weight.nbytes
     assert sizes["int8"] <= weight.nbytes * 0.54
     assert sizes["int4"] <= weight.nbytes * 0.32
+
+
+def test_the_lines_of_quantized_panels_are_fetched_ahead(best: NativeOps) -> None:
+    """A compiler may take what only prefetches for nothing, and then the results tell nothing."""
+    if platform.machine() != "x86_64" or not shutil.which("objdump"):
+        pytest.skip("takes objdump to read x86 code")
+    command = ["objdump", "-d", "--no-show-raw-insn", str(best.library.path)]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    tile = re.compile(r"^[0-9a-f]+ <\S*tile_quantized_panels[^@\s]*>:\n((?:.+\n)+)", re.MULTILINE)
+    fetches = [body.count("prefetch") for body in tile.findall(code)]
+    # Each panel has its scales, and at least two lines of codes.
+    assert min(fetches) > 2
