@@ -247,28 +247,37 @@ class FakeDevice:
 
     def give_no_number(
         self, batch: ScheduleBatch, b: int, later: Sequence[ScheduleBatch]
-    ) -> set[str]:
+    ) -> tuple[set[str], set[str]]:
         """What a row has written is rubbish, that of a prompt's earlier chunks included but for what
-        others have had tokens from, and so is what later steps in flight have built on that; returns
-        whose rows of them."""
+        others have had tokens from, and so is what later steps in flight have built on that KV.
+
+        Returns: whose rows of them have; and whose have gone on from such a state alone, which gives
+            no number either.
+        """
+        failed = batch.requests[b]
         bad = {*self._traces[batch.step].written[b], *self._traces[batch.step].states[b]}
         if b < batch.num_prefill:
-            made = batch.requests[b]
-            run = made.request_id, made.scheduling.admissions
+            run = failed.request_id, failed.scheduling.admissions
             bad = {slot for slot, writer in self._writer.items() if writer[:2] == run}
             bad -= self._sound
             self.tier.spoil(run)
         self._put(bad, RUBBISH)
-        spoilt = set()
+        spoilt, numberless = set(), set()
         for other in later:
             trace = self._traces.get(other.step, _Trace())  # none where it was never run
             for row, made in enumerate(other.requests[: len(trace.read)]):
                 before = trace.state_read[row]
-                read = trace.read[row] if before is None else [*trace.read[row], before]
-                if any(self._content(place) == RUBBISH for place in read):
+                over_state = before is not None and self._content(before) == RUBBISH
+                written = [*trace.written[row], *trace.states[row]]
+                if any(self.slots[slot] == RUBBISH for slot in trace.read[row]) or (
+                    over_state and made is failed
+                ):
                     spoilt.add(made.request_id)
-                    self._put([*trace.written[row], *trace.states[row]], RUBBISH)
-        return spoilt
+                    self._put(written, RUBBISH)
+                elif over_state:
+                    numberless.add(made.request_id)
+                    self._put(written, SPOILT)
+        return spoilt, numberless
 
     # The tier below the pool
 

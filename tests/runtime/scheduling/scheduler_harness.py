@@ -187,9 +187,12 @@ class Driver:
             b = batch.sampled[index]
             if batch.requests[b].request_id in void:
                 continue  # for what others had computed: it says nothing of its earlier pieces
-            spoilt = self.device.give_no_number(batch, b, later)
-            for other in later:
+            spoilt, numberless = self.device.give_no_number(batch, b, later)
+            for other, given in self.in_flight:
                 self.void.setdefault(other.step, set()).update(spoilt)
+                if given is not None:
+                    places = enumerate(other.requests[row].request_id for row in other.sampled)
+                    given.failed |= {i: NO_NUMBER for i, name in places if name in numberless}
         outputs = self.scheduler.commit(batch, output, self.now)
         self.device.done(batch)
         for news in outputs:

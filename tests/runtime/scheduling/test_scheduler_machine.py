@@ -9,7 +9,7 @@ from runtime.config import SchedulerConfig
 from runtime.runner import StepOutput
 from tests.runtime.scheduling.naive_model import NaiveModel
 from tests.runtime.scheduling.random_lives import lives
-from tests.runtime.scheduling.scheduler_harness import EOS, Driver, request
+from tests.runtime.scheduling.scheduler_harness import EOS, Driver, names, request
 from tests.runtime.scheduling.scheduler_machine import (
     RecurrentMachine,
     SchedulerMachine,
@@ -106,6 +106,29 @@ def test_a_row_that_starts_anew_anyway_says_nothing_of_its_pieces() -> None:
     state.leave_rubbish_behind(leaves=False, seed=0)
     state.teardown()
     assert state.scheduler.counters.finished["error"] == 3, "whose prompts hold no numbers"
+
+
+def test_who_has_gone_on_from_a_state_without_numbers_gives_none_and_is_tried_alone() -> None:
+    """Found by random lives: r6 saves a state beside KV that r4 has computed, r7 begins there, and
+    r6 gives no number. What r7 has read stays in the cache: it finds out by itself."""
+    state = RecurrentMachine()
+    made = SchedulerConfig(
+        max_prefill_tokens=32,
+        capacity_tokens=326,
+        context_length=5000,
+        eos_token_ids=frozenset({EOS}),
+        step_bound_ms=3.0,
+    )
+    state.start(made=made, interval=100, overlap=True, guilty=0, slots=2)
+    state.leave_rubbish_behind(leaves=False, seed=5)
+    state.build_on_a_prompt_without_number(seed=0)
+    state.end_one(kind="abort", pick=1)
+    state.come_back(crowd=0.3, pages=0, share=0.2)
+    state.build_on_a_prompt_without_number(seed=0)
+    state.teardown()
+    starts = [batch for batch in state.driver.batches if "r7" in names(batch)[: batch.num_prefill]]
+    assert [batch.prefix_lens[names(batch).index("r7")] for batch in starts][:2] == [64, 0]
+    assert state.driver.reason("r7") == "length"
 
 
 def test_the_naive_model_refuses_what_was_never_written() -> None:
