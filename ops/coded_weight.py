@@ -54,6 +54,10 @@ CODE_SHAPES = {
 CODED_ROWS = 16
 
 
+# Of groups that op sets keep, the neighbours are a multiple of so many.
+GROUP_OF = 32
+
+
 @dataclass(frozen=True, slots=True)
 class Codes:
     """The numbers of some rows, contiguous arrays.

@@ -17,7 +17,7 @@ Conventions, for every operation:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ops.coded_weight import CODE_SHAPES
@@ -219,6 +219,27 @@ class SamplingTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """A weight [N, K] of integers in groups of neighbouring K, on the device: what
+    `ops.coded_weight.GroupedMatrix` reads.
+
+    Args:
+        bits: of a code, 4 or 8. codes: [N, K] uint8.
+        scales: [N, groups] float32. zeros: alike, uint8; None: all are 2^(bits - 1). Where there
+            are zeros, the last 8 bits of a scale are 0, as those of all 16-bit floats are.
+    """
+
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    def first_rows(self, count: int) -> GroupedWeight:
+        zeros = None if self.zeros is None else self.zeros[:count]
+        return replace(self, codes=self.codes[:count], scales=self.scales[:count], zeros=zeros)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedEmbedding:
     """An embedding that is kept as a linear layer's packed weight.
 
@@ -252,7 +273,7 @@ class OpSet(Protocol):
 
         The caller drops its reference to `weight` afterwards; a backend keeps it only if it has
         no other layout. quantization: None, "int8" or "int4" where the backend has it. A backend
-        may take an `ops.coded_weight.CodedWeight` too, which it keeps as it is.
+        may take an `ops.coded_weight.CodedWeight` or a `GroupedWeight` too, and keeps it as it is.
         """
         ...
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CALLS = 20  # in one graph, so that the host's launches are not what is measured
 
 
-def _call_seconds(device: Device, call: Callable[[], Tensor], calls: int) -> float:
+def call_seconds(device: Device, call: Callable[[], Tensor], calls: int) -> float:
     """Device time of one call, replayed `calls` times in a row."""
 
     def several() -> Tensor:
@@ -109,7 +109,7 @@ def single_ops(device: Device, limits: Limits, *, tiny: bool) -> list[dict[str, 
     for rows in (1,) if tiny else (1, 64):
         sizes = (64, 211, 20) if tiny else (4096, 128_256, 1024)
         for name, call, moved in _ops(device, rows, *sizes):
-            seconds = _call_seconds(device, call, 1 if tiny else _CALLS)
+            seconds = call_seconds(device, call, 1 if tiny else _CALLS)
             results.append(
                 {
                     "op": name,

@@ -1,10 +1,16 @@
-"""Lets the interpreters of older Triton releases run with newer numpy."""
+"""What Triton's interpreter needs to stand for a GPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
+import numpy as np
 import triton
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def patch_loop_bounds() -> None:
@@ -21,3 +27,16 @@ def patch_loop_bounds() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+
+
+@contextmanager
+def products_rounded_once() -> Iterator[None]:
+    """In the block an element of a product does not depend on where it stands in its tile: numpy's
+    library adds in an order of its own at a tile's edges, on some processors."""
+    product = np.matmul
+
+    def rounded(a: Any, b: Any, dtype: Any) -> Any:
+        return product(a, b, dtype=np.float64).astype(dtype)
+
+    with patch("triton.runtime.interpreter.np.matmul", rounded):
+        yield

@@ -25,6 +25,7 @@ import os
 import sys
 import time
 import warnings
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def run(options: argparse.Namespace) -> Report:
 
     from scripts import _gpu_correctness as correctness
     from scripts import _gpu_experts as experts
+    from scripts import _gpu_integers as integers
     from scripts import _gpu_models as models
     from scripts import _gpu_speed as speed
     from scripts._gpu_ops import single_ops
@@ -98,6 +100,7 @@ def run(options: argparse.Namespace) -> Report:
         report.check(correctness.check_elementwise(device))
         report.check(correctness.check_sampling(device, tiny=tiny))
         report.check(experts.check_experts(device, tiny=tiny))
+        report.check(integers.check_integers(device, tiny=tiny))
     report.check(build_checks(device, tiny=tiny))
     gc.collect()
     with torch.inference_mode():
@@ -106,6 +109,7 @@ def run(options: argparse.Namespace) -> Report:
         report.note("single ops")
         report.results["ops"] = single_ops(device, limits, tiny=tiny)
         report.results["experts"] = experts.expert_rates(device, limits, tiny=tiny)
+        report.results["integers"] = integers.integer_rates(device, limits, tiny=tiny)
         report.note("extend attention")
         report.results["extend_attention"] = speed.extend_attention_rates(
             device,
@@ -197,6 +201,13 @@ def table(results: dict[str, Any]) -> str:
             for row in results["experts"]
         ),
         "",
+        "layer of integers    tokens  bits      us   bytes, us   FLOPs, us   floats, us",
+        *(
+            f"{row['tokens']:27d} {row['bits']:5d} {row['us']:7.1f} {row['byte_floor_us']:11.1f}"
+            f" {row['flop_floor_us']:11.1f} {row['float_us']:12.1f}"
+            for row in results["integers"]
+        ),
+        "",
         "extend attention   prefix    new   TFLOP/s   flash   share",
     ]
     for row in results["extend_attention"]:
@@ -239,20 +250,23 @@ def table(results: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    interpreter = ExitStack()
     if options.device == "cpu":
         # Before Triton is imported, whose library reads it at import.
         os.environ["TRITON_INTERPRET"] = "1"
         # exp of a large number is inf, and 1 / inf the right 0; numpy, which interprets, warns.
         warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
-        from scripts._triton_interpreter import patch_loop_bounds
+        from scripts._triton_interpreter import patch_loop_bounds, products_rounded_once
 
         patch_loop_bounds()
+        interpreter.enter_context(products_rounded_once())
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA device on this machine, so there is nothing to check")
         return 2
-    report = run(options)
+    with interpreter:
+        report = run(options)
     options.json.write_text(json.dumps(report.results, indent=1))
     print(table(report.results))
     print(f"\nall results: {options.json}; {time.monotonic() - report.started:.0f} s")

@@ -16,7 +16,7 @@ Decisions:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -24,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.blocks.dense_mlp import act_and_mul
+from ops.gpu.coded_linear import CodedLinear, coded_product, coded_tile, pack, piece_of, stacked
 from ops.gpu.library import Chip, Tile, chip_of, register
-from ops.op_set import Expert
+from ops.op_set import Expert, GroupedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,12 +52,13 @@ def _expert_of_tile(starts, num_experts, tile, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _grouped_linear_kernel(
-    x, weight, bias, out, order, starts, num_experts, n, k, x_stride, top_k,
-    SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    x, weight, scales, bias, out, order, starts, num_experts, n, k, x_stride, top_k, groups,
+    SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of one tile of an expert's rows. Grid (T * k // BLOCK_M + E, cdiv(N,
-    BLOCK_N))."""
+    BLOCK_N)). With BITS the weight is a `CodedLinear`'s, and BLOCK_K its pieces."""
     tile = tl.program_id(0)
     expert = _expert_of_tile(starts, num_experts, tile, BLOCK_M)
     begin = tl.load(starts + expert)
@@ -69,22 +71,33 @@ def _grouped_linear_kernel(
     pair = tl.load(order + place, mask=live, other=0)
     source = place.to(tl.int64) if SCATTER else pair // top_k
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_K)
     of_expert = expert.to(tl.int64) * n
-    x_at = x + (source * x_stride)[:, None] + inner[None, :]  # [BLOCK_M, BLOCK_K]
-    w_at = weight + ((of_expert + column) * k)[:, None] + inner[None, :]  # [BLOCK_N, BLOCK_K]
-    rows = live[:, None]
+    x_at = x + source * x_stride  # [BLOCK_M]
     columns = (column < n)[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, k, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(x_at + start, mask=rows, other=0.0)
-            b = tl.load(w_at + start, mask=columns, other=0.0)
-        else:
-            there = (start + inner < k)[None, :]
-            a = tl.load(x_at + start, mask=rows & there, other=0.0)
-            b = tl.load(w_at + start, mask=columns & there, other=0.0)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    if BITS:
+        row_bytes, at = k * BITS // 8, expert.to(tl.int64) * groups * n
+        acc = tl.trans(
+            coded_product(
+                x_at, live, weight + of_expert * row_bytes, scales + at, column, n, 0, k,
+                row_bytes, n,
+                BITS, GROUP, BLOCK_K, HAS_ZEROS, BLOCK_M, BLOCK_N,
+            )
+        )  # fmt: skip
+    else:
+        inner = tl.arange(0, BLOCK_K)
+        x_at = x_at[:, None] + inner[None, :]  # [BLOCK_M, BLOCK_K]
+        w_at = weight + ((of_expert + column) * k)[:, None] + inner[None, :]  # [BLOCK_N, BLOCK_K]
+        rows = live[:, None]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, k, BLOCK_K):
+            if EVEN_K:
+                a = tl.load(x_at + start, mask=rows, other=0.0)
+                b = tl.load(w_at + start, mask=columns, other=0.0)
+            else:
+                there = (start + inner < k)[None, :]
+                a = tl.load(x_at + start, mask=rows & there, other=0.0)
+                b = tl.load(w_at + start, mask=columns & there, other=0.0)
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
     if HAS_BIAS:
         added = tl.load(bias + of_expert + column, mask=column < n, other=0.0)
         acc += added.to(tl.float32)[None, :]
@@ -118,19 +131,24 @@ def experts_tile(itemsize: int, chip: Chip) -> tuple[Tile, int]:
 
 
 def _grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, starts: Tensor, top_k: int,
-    scatter: bool,
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, order: Tensor,
+    starts: Tensor, bits: int, zeros: bool, top_k: int, scatter: bool,
 ) -> Tensor:  # fmt: skip
-    experts, n, k = weight.shape
+    """bits: 0 where the weight has x's type, and no scales."""
+    (experts, n), k = weight.shape[:2], x.shape[1]
     pairs = order.shape[0]
     out = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
     if not pairs:
         return out
     tile, block_k = experts_tile(x.element_size(), chip_of(x))
+    groups = 1 if scales is None else scales.shape[1]
+    if bits:
+        tile, block_k = coded_tile(False, x.element_size(), chip_of(x)), piece_of(k // groups)
     grid = (pairs // tile.block_m + experts, triton.cdiv(n, tile.block_n))
     _grouped_linear_kernel[grid](
-        x, weight, bias, out, order, starts, experts, n, k, x.stride(0), top_k,
-        SCATTER=scatter, HAS_BIAS=bias is not None, EVEN_K=k % block_k == 0,
+        x, weight, scales, bias, out, order, starts, experts, n, k, x.stride(0), top_k,
+        groups, SCATTER=scatter, HAS_BIAS=bias is not None, EVEN_K=k % block_k == 0,
+        BITS=bits, HAS_ZEROS=zeros, GROUP=k // groups,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -149,10 +167,10 @@ def _combine(each: Tensor, weights: Tensor) -> Tensor:
 
 
 _grouped_linear_op = register(
-    "grouped_linear(Tensor x, Tensor weight, Tensor? bias, Tensor order, Tensor starts, int top_k, "
-    "bool scatter) -> Tensor",
+    "grouped_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor order, "
+    "Tensor starts, int bits, bool zeros, int top_k, bool scatter) -> Tensor",
     _grouped_linear,
-    lambda x, weight, bias, order, *_: x.new_empty((order.shape[0], weight.shape[1])),
+    lambda x, weight, scales, bias, order, *_: x.new_empty((order.shape[0], weight.shape[1])),
 )
 _combine_op = register(
     "combine_experts(Tensor each, Tensor weights) -> Tensor",
@@ -162,14 +180,33 @@ _combine_op = register(
 
 
 def pack_experts(experts: Iterable[Expert]) -> Expert:
-    """Each weight stacked: gate_up [E, 2F, H], down [E, H, F], biases [E, 2F] and [E, H]."""
-    gate_up, down, gate_up_bias, down_bias = zip(*experts, strict=True)
+    """Each weight stacked: gate_up [E, 2F, H], down [E, H, F], biases [E, 2F] and [E, H]. Those of
+    integers are a `CodedLinear` each, without its bias."""
 
-    def biases(each: tuple[Tensor | None, ...]) -> Tensor | None:
-        given = [bias for bias in each if bias is not None]
+    def packed(weight: Any) -> Any:
+        return pack(weight, None) if isinstance(weight, GroupedWeight) else weight
+
+    def joined(each: tuple[Any, ...]) -> Any:
+        if any(isinstance(weight, CodedLinear) for weight in each):
+            return stacked(each)
+        given = [tensor for tensor in each if tensor is not None]
         return torch.stack(given) if given else None
 
-    return Expert(torch.stack(gate_up), torch.stack(down), biases(gate_up_bias), biases(down_bias))
+    parts = (Expert(packed(e.gate_up), packed(e.down), *e[2:]) for e in experts)
+    return Expert(*(joined(each) for each in zip(*parts, strict=True)))
+
+
+def _product(
+    x: Tensor, weight: Any, bias: Tensor | None, order: Tensor, starts: Tensor, top_k: int,
+    scatter: bool,
+) -> Tensor:  # fmt: skip
+    scales, bits, zeros = None, 0, False
+    if isinstance(weight, CodedLinear):
+        scales, bits, zeros, weight = weight.scales, weight.bits, weight.zeros, weight.codes
+    out: Tensor = _grouped_linear_op(
+        x, weight, scales, bias, order, starts, bits, zeros, top_k, scatter
+    )
+    return out
 
 
 def run_experts(
@@ -183,12 +220,13 @@ def run_experts(
     Numerics: fp32 sums; each of the two products and the activation are rounded to x's type, as
     linear layers are. Reference: ops.reference.ReferenceOps.run_experts.
     """
-    count, top_k = packed.gate_up.shape[0], ids.shape[1]
+    gate_up, top_k = packed.gate_up, ids.shape[1]
+    count = (gate_up.codes if isinstance(gate_up, CodedLinear) else gate_up).shape[0]
     sorted_ids, order = ids.flatten().sort(stable=True)
     every = torch.arange(count + 1, device=ids.device)
     starts = torch.searchsorted(sorted_ids, every, out_int32=True)
-    inner = _grouped_linear_op(x, packed.gate_up, packed.gate_up_bias, order, starts, top_k, False)
+    inner = _product(x, gate_up, packed.gate_up_bias, order, starts, top_k, False)
     inner = act_and_mul(inner, activation, ops)
-    each = _grouped_linear_op(inner, packed.down, packed.down_bias, order, starts, top_k, True)
+    each = _product(inner, packed.down, packed.down_bias, order, starts, top_k, True)
     out: Tensor = _combine_op(each, weights.contiguous())
     return out

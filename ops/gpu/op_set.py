@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ops import reference
+from ops.gpu import coded_linear
 from ops.gpu.activation import gelu_and_mul, silu_and_mul
 from ops.gpu.decode_attention import decode_attention
 from ops.gpu.experts import pack_experts, run_experts
@@ -18,6 +20,7 @@ from ops.gpu.rms_norm import add_rms_norm, rms_norm
 from ops.gpu.rotary import rotary
 from ops.gpu.sampling import sample
 from ops.gpu.store_kv import store_kv
+from ops.op_set import GroupedWeight, PackedEmbedding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,17 +55,28 @@ class GpuOps:
     sample = staticmethod(sample)
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The weight as it is: cuBLAS reads [N, K] rows. Raises ValueError on a quantization."""
+        self,
+        weight: Tensor | GroupedWeight,
+        bias: Tensor | None = None,
+        *,
+        quantization: str | None = None,
+    ) -> Any:
+        """A tensor as it is: cuBLAS reads [N, K] rows. Raises ValueError on a quantization."""
         if quantization is not None:
             raise ValueError(f"quantization {quantization!r}: the GPU op set has none")
+        if isinstance(weight, GroupedWeight):
+            return coded_linear.pack(weight, bias)
         return weight, bias
 
     def embed(self, ids: Tensor, embedding: Any) -> Tensor:
+        if isinstance(embedding, PackedEmbedding):
+            rows = coded_linear.unpacked_rows(ids, embedding.linear)
+            return rows.to(getattr(torch, embedding.dtype))
         return F.embedding(ids, embedding)
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:
+        if isinstance(packed, coded_linear.CodedLinear):
+            return coded_linear.coded_linear(x, packed)
         weight, bias = packed
         return F.linear(x, weight, bias)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ops.coded_weight import GroupedMatrix
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.checkpoints.quantized.in_blocks import in_blocks
@@ -130,9 +131,16 @@ def build_runner(
 def stored_weights(checkpoint: Checkpoint, published_form: str | None) -> StoredWeights:
     """What the choice of a form starts from; see `build_runner`."""
     shapes = layer_shapes(checkpoint.tensors)
-    coded = [in_blocks(checkpoint.coded(name)) for name in checkpoint.tensors]
-    kinds = tuple(sorted({matrix.kind for matrix in coded if matrix is not None}))
-    return StoredWeights(_checkpoint_dtype(checkpoint), published_form, shapes, kinds)
+    coded = [checkpoint.coded(name) for name in checkpoint.tensors]
+    blocks = [matrix for matrix in map(in_blocks, coded) if matrix is not None]
+    groups = [matrix for matrix in coded if isinstance(matrix, GroupedMatrix)]
+    return StoredWeights(
+        _checkpoint_dtype(checkpoint),
+        published_form,
+        shapes,
+        tuple(sorted({matrix.kind for matrix in blocks})),
+        tuple(sorted({matrix.bits for matrix in groups})),
+    )
 
 
 def _weight_loader(

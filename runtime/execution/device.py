@@ -21,7 +21,7 @@ from ops.kv_codes import CODE_DTYPES
 from runtime.config import gpu_chunk_tokens
 from runtime.errors import ConfigError
 from runtime.execution.machine import torch_has_bfloat16
-from runtime.execution.weight_form import choose_form
+from runtime.execution.weight_form import choose_form, group_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +97,8 @@ class Device:
         graphs: steps can be captured and replayed.
         memory_budget_bytes: for weights and KV together; None: not limited by the device.
         quantization: of the linear layers' weights; None: they are of `dtype`.
-        keeps_codes: but for those that are integers in the checkpoint, which stay so.
+        keeps_codes: but for those that are integers in the checkpoint, which stay so in "blocks" or
+            in "groups" (`ops.coded_weight`); None: they are expanded.
         weights: the form of the weights with its reason, in words, where there was a choice.
         chunk_tokens: prefill tokens of a step by default; None: as many as a time allows.
         kv_codes: the type of the codes that keys and values are kept as (`ops.kv_codes`); None:
@@ -115,7 +116,7 @@ class Device:
     memory_budget_bytes: int | None
     description: str
     quantization: str | None = None
-    keeps_codes: bool = False
+    keeps_codes: str | None = None
     weights: str = ""
     chunk_tokens: int | None = None
     kv_codes: torch.dtype | None = None
@@ -282,7 +283,7 @@ def _open_cpu(
         description=f"cpu, kernels: {kernels}",
         weights=form.words,
         quantization=form.quantization,
-        keeps_codes=form.keeps_codes,
+        keeps_codes="blocks" if form.keeps_codes else None,
         kv_codes=CODE_DTYPES.get(config.kv_cache_dtype),
         parts=PackedParts(op_set) if isinstance(op_set, NativeOps) else None,
     )
@@ -300,6 +301,7 @@ def _open_cuda(config: RunnerConfig, stored: StoredWeights) -> Device:
     device = torch.device("cuda", torch.cuda.current_device())
     bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
     total = torch.cuda.get_device_properties(device).total_memory
+    form = group_form(config, stored)
     return Device(
         torch_device=device,
         dtype=_dtype(config.dtype, stored.dtype, bfloat16=bfloat16),
@@ -310,6 +312,8 @@ def _open_cuda(config: RunnerConfig, stored: StoredWeights) -> Device:
         graphs=not config.disable_cuda_graph,
         memory_budget_bytes=int(total * config.mem_fraction_static),
         description=torch.cuda.get_device_name(device),
+        weights=form.words,
+        keeps_codes="groups" if form.keeps_codes else None,
         chunk_tokens=gpu_chunk_tokens(total),
         kv_codes=CODE_DTYPES.get(config.kv_cache_dtype),
     )

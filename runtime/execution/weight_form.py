@@ -1,4 +1,4 @@
-"""In which form a model's linear layers are kept on a CPU, and why.
+"""In which form a model's linear layers are kept, and why.
 
 Weights stay as the checkpoint has them: kernels read them faster than anything wider, since a step
 of few rows is bound by their bytes. Where they are values of a quantization already (the embedded
@@ -6,6 +6,8 @@ model's are), that form holds them in a quarter of bfloat16's bytes, but its inp
 int8 and its arithmetic is another: it is taken where it was measured to be no slower, from one row
 to a chunk of a prompt. Which is faster depends on the machine's instructions, so nothing but a
 measurement can tell; it is made once and remembered beside the compiled kernels.
+
+A GPU has one form for integers in groups: its kernels round nothing that floats would not.
 """
 
 from __future__ import annotations
@@ -38,14 +40,16 @@ class StoredWeights:
     Args:
         dtype: their type.
         form: the quantization whose values they are; None: of none.
-        kinds: of `ops.coded_weight`, of the matrices that the file holds as integers.
         shapes: [n, k] of the linear layers of its first layers.
+        kinds: of `ops.coded_weight`, of the matrices that the file holds as integers.
+        group_bits: of the codes of those that it holds in groups.
     """
 
     dtype: torch.dtype
     form: str | None = None
     shapes: tuple[tuple[int, int], ...] = ()
     kinds: tuple[str, ...] = ()
+    group_bits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,14 @@ def choose_form(
             None, f"{dtype}, since {stored.form} is not always faster here: {measured}"
         )
     return WeightForm(stored.form, f"{stored.form}, what the file holds and no slower: {measured}")
+
+
+def group_form(config: RunnerConfig, stored: StoredWeights) -> WeightForm:
+    """The form of a GPU's weights; without words where there is no choice."""
+    if not stored.group_bits or config.quantization == "none":
+        return WeightForm(None, "")
+    kinds = ", ".join(f"int{bits}" for bits in stored.group_bits)
+    return WeightForm(None, f"{kinds} in groups, as the checkpoint has them", True)
 
 
 def _why(dtype: str, stored: torch.dtype, *, native: bool) -> str:

@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ops.coded_weight import CODED_ROWS, CodedWeight
-from ops.op_set import PackedEmbedding
+from ops.op_set import GroupedWeight, PackedEmbedding
 from runtime.checkpoints.quantized.in_blocks import in_blocks
 from runtime.errors import ModelError
 from runtime.execution.device import empty
+from runtime.execution.grouped import grouped_weight
 from runtime.models.sources import replaced, sources_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from ops.coded_weight import CodedMatrix, GroupedMatrix
     from ops.decoder import DecoderModel
     from ops.op_set import OpSet
     from runtime.checkpoints.checkpoint import Checkpoint
@@ -37,6 +39,7 @@ _BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 _PROGRESS_S = 2.0
 # What a model keeps beside what its layers and its last norm load.
 _EMBEDDING, _HEAD = "embedding", "lm_head"
+_KEPT = CodedWeight, GroupedWeight  # weights as integers
 
 
 class _Reader:
@@ -55,7 +58,7 @@ class _Reader:
         dtype: torch.dtype,
         rope_layout: RopeLayout,
         quantization: str | None,
-        keeps_codes: bool,
+        keeps_codes: str | None,
         progress: Callable[[str], None],
     ) -> None:
         self.ops = ops
@@ -129,7 +132,7 @@ class _Reader:
 
     def coded(
         self, names: tuple[str, ...], outputs: tuple[int, ...], inputs: int
-    ) -> CodedWeight | None:
+    ) -> CodedWeight | GroupedWeight | None:
         """See `WeightReader.coded`. A tensor of another shape is left to `take`, which refuses
         it."""
         if not self.keeps_codes:
@@ -137,16 +140,20 @@ class _Reader:
         names = tuple(self.prefix + name for name in names)
         if any(name not in self._checkpoint.tensors for name in names):
             return None
-        found = [in_blocks(self._checkpoint.coded(name)) for name in names]
-        parts = tuple(part for part in found if part is not None)
-        if tuple((part.n, part.k) for part in parts) != tuple((n, inputs) for n in outputs):
-            return None
-        if any(part.n % CODED_ROWS for part in parts[:-1]):
+        found = [self._checkpoint.coded(name) for name in names]
+        shapes = tuple(matrix and (matrix.n, matrix.k) for matrix in found)
+        if shapes != tuple((n, inputs) for n in outputs):
             return None
         self._report()
-        for name in names:
-            self._left.pop(name, None)
-        return CodedWeight(parts)
+        kept: CodedWeight | GroupedWeight | None
+        if self.keeps_codes == "groups":
+            kept = grouped_weight(found, self._device)
+        else:
+            kept = _in_panels(found)
+        if kept is not None:
+            for name in names:
+                self._left.pop(name, None)
+        return kept
 
     def _report(self) -> None:
         if time.monotonic() - self._reported > _PROGRESS_S:
@@ -178,6 +185,12 @@ class _Reader:
             )
 
 
+def _in_panels(found: Sequence[CodedMatrix | GroupedMatrix | None]) -> CodedWeight | None:
+    parts = tuple(part for part in map(in_blocks, found) if part is not None)
+    whole = len(parts) == len(found) and not any(part.n % CODED_ROWS for part in parts[:-1])
+    return CodedWeight(parts) if whole else None
+
+
 class WeightLoader:
     """Loads one model. Used once."""
 
@@ -191,10 +204,10 @@ class WeightLoader:
         dtype: torch.dtype,
         rope_layout: RopeLayout,
         quantization: str | None = None,
-        keeps_codes: bool = False,
+        keeps_codes: str | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """keeps_codes: weights that are integers stay so (`Checkpoint.coded`)."""
+        """keeps_codes: see `Device`."""
         self._family = family
         self._checkpoint = checkpoint
         self._ops = ops
@@ -278,7 +291,7 @@ class WeightLoader:
         """The embedding, as `OpSet.embed` takes it: packed where it is integers."""
         self._reader.prefix = self._root
         weight = self._family.model.embedding.weight(self._reader)
-        if not isinstance(weight, CodedWeight):
+        if not isinstance(weight, _KEPT):
             return weight
         packed: Any = self._ops.pack_linear(cast("Any", weight))
         return PackedEmbedding(packed, str(self._dtype).removeprefix("torch."))
@@ -302,7 +315,7 @@ class WeightLoader:
             weight = embedding
         else:
             weight = model.lm_head.weight(reader)
-            if isinstance(weight, CodedWeight):
+            if isinstance(weight, _KEPT):
                 return self._ops.pack_linear(cast("Any", weight.first_rows(count)))
         # The output layer's errors go straight into the choice: never below eight bits.
         return self._ops.pack_linear(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ops.coded_weight import CodedWeight
-    from ops.op_set import OpSet
+    from ops.op_set import GroupedWeight, OpSet
     from runtime.rope_layout import RopeLayout
 
 
@@ -55,7 +55,7 @@ class WeightReader(Protocol):
 
     def coded(
         self, names: tuple[str, ...], outputs: tuple[int, ...], inputs: int
-    ) -> CodedWeight | None:
+    ) -> CodedWeight | GroupedWeight | None:
         """The matrices of these names one below the other, as the integers that they are in the
         checkpoint; None where they are none, or are not kept so."""
         ...

@@ -105,6 +105,7 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         "rotary",
         "sample top-p",
         "experts of a token alone",
+        "int4 layer with zeros: the same in any step",
         "sample greedy with bias, penalties, bans and masks",
         "graph of 32 tokens replays 1 decode rows",
         "build_runner: starts",
@@ -115,6 +116,7 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         assert part in verdicts
     assert {row["op"] for row in results["ops"]} >= {"rms_norm", "rotary", "sample greedy"}
     assert [row["tokens"] for row in results["experts"]] == [3]
+    assert [row["bits"] for row in results["integers"]] == [4, 8]
     measured = results["models"]["tiny"]
     assert [row["batch"] for row in measured["decode"]] == [1, 2, 4]
     assert measured["rows_that_pay"] in (1, 2, 4)

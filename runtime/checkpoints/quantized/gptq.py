@@ -57,7 +57,8 @@ def _gptq_codes(
 ) -> GroupedMatrix | None:
     """None where groups are not made of neighbours."""
     index, scales, zeros = _gptq_groups(reader, stem, shape, bits, group, add)
-    if (index != np.arange(shape[1]) // (shape[1] // len(scales))).any():
+    size, left = divmod(shape[1], len(scales))
+    if left or (index != np.arange(shape[1]) // size).any():
         return None
 
     def read(first: int, last: int) -> NDArray[Any]:

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ops.coded_weight import CodedMatrix, Codes, GroupedMatrix
+from ops.coded_weight import GROUP_OF, CodedMatrix, Codes, GroupedMatrix
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-_BLOCK = 32
 
 
 def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
@@ -27,7 +25,7 @@ def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
     if not isinstance(matrix, GroupedMatrix):
         return matrix
     grouped, bits, scales = matrix, matrix.bits, matrix.scales
-    if grouped.group % _BLOCK or (grouped.zeros != 2 ** (bits - 1)).any():
+    if grouped.group % GROUP_OF or (grouped.zeros != 2 ** (bits - 1)).any():
         return None
     with np.errstate(over="ignore"):
         factors, lows = scales.astype(np.float16), (scales * -8).astype(np.float16)
@@ -35,7 +33,7 @@ def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
         return None
 
     def spread(values: NDArray[np.float16], first: int, last: int) -> NDArray[np.float16]:
-        return values[first:last].repeat(grouped.group // _BLOCK, 1)
+        return values[first:last].repeat(grouped.group // GROUP_OF, 1)
 
     def piece(first: int, last: int) -> Codes:
         codes = np.ascontiguousarray(grouped.read(first, last), np.uint8)

@@ -42,6 +42,7 @@ from triton.runtime.jit import JITFunction
 
 from ops.gpu import (
     activation,
+    coded_linear,
     decode_attention,
     experts,
     extend_attention,
@@ -57,6 +58,7 @@ from ops.op_set import (
     AttentionBatch,
     AttentionSpec,
     Expert,
+    GroupedWeight,
     HeadNorm,
     KvScales,
     Penalties,
@@ -96,13 +98,15 @@ POINTERS = {
 }
 
 
+_PRODUCTS = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)([.:\w]*)")
 _COPIES = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?, 0x([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
 class Compiled:
     """What one kernel needs on one target; spills are bytes of stack (NVIDIA) or registers (AMD),
-    copy_bytes the widths of its asynchronous copies to shared memory (NVIDIA)."""
+    copy_bytes the widths of its asynchronous copies to shared memory (NVIDIA), products its tensor
+    cores' instructions without the number of columns (NVIDIA)."""
 
     kernel: str
     target: str
@@ -112,6 +116,7 @@ class Compiled:
     wgmma: bool
     approximate_log: bool
     copy_bytes: list[int]
+    products: list[str]
     tf32: bool
 
 
@@ -205,6 +210,9 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         wgmma="wgmma" in ptx,
         approximate_log="lg2.approx" in ptx,
         copy_bytes=sorted({int(width, 16) for width in _COPIES.findall(ptx)}),
+        products=sorted(
+            {name + re.sub(r"n\d+k", "k", form) for name, form in _PRODUCTS.findall(ptx)}
+        ),
         tf32="tf32" in ptx,
     )
 
@@ -300,14 +308,38 @@ def _elementwise(dtype: torch.dtype) -> None:
     activation.gelu_and_mul(x, tanh=False)
 
 
-def _experts(dtype: torch.dtype, *, tokens: int = 9, biases: bool = False) -> None:
+def _grouped(n: int, k: int, bits: int, group: int, *, zeros: bool) -> GroupedWeight:
+    scales = torch.empty(n, k // group)
+    return GroupedWeight(
+        bits,
+        torch.empty(n, k, dtype=torch.uint8),
+        scales,
+        torch.empty_like(scales, dtype=torch.uint8) if zeros else None,
+    )
+
+
+def _coded(
+    bits: int, *, tokens: int, dtype: torch.dtype = torch.bfloat16, group: int = 128,
+    zeros: bool = False,
+) -> None:  # fmt: skip
+    """A Llama-3.1-8B's output of attention."""
+    ops, size = GpuOps(), 4096
+    packed = ops.pack_linear(_grouped(size, size, bits, group, zeros=zeros))
+    ops.linear(torch.empty(tokens, size, dtype=dtype), packed)
+
+
+def _experts(dtype: torch.dtype, *, tokens: int = 9, biases: bool = False, bits: int = 0) -> None:
     """The shape of a Qwen3-30B-A3B's, but for the number of experts."""
     count, hidden, inner, top_k = 8, 2048, 768, 8
-    shapes = [(2 * inner, hidden), (hidden, inner), (2 * inner,), (hidden,)]
-    each = [torch.empty(count, *shape, dtype=dtype) for shape in shapes[: 4 if biases else 2]]
+    matrices, vectors = [(2 * inner, hidden), (hidden, inner)], [(2 * inner,), (hidden,)]
+    shapes = [*matrices, *(vectors if biases else [])]
+    each: list[Any] = [torch.empty(count, *shape, dtype=dtype) for shape in shapes]
+    if bits:
+        each = [[_grouped(n, k, bits, 128, zeros=True)] * count for n, k in matrices]
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, top_k)
-    experts.run_experts(x, ids, weights, Expert(*each), "silu", GpuOps())
+    packed = GpuOps().pack_experts(Expert(*parts) for parts in zip(*each, strict=True))
+    experts.run_experts(x, ids, weights, packed, "silu", GpuOps())
 
 
 _EXTEND = extend_attention.extend_attention
@@ -339,6 +371,13 @@ CASES: dict[str, Callable[[], None]] = {
     "experts_bf16": lambda: _experts(_BF16),
     "experts_fp16_biases": lambda: _experts(_FP16, biases=True),
     "experts_f32": lambda: _experts(_FP32),
+    "experts_int4": lambda: _experts(_BF16, bits=4),
+    "linear_few_int4": lambda: _coded(4, tokens=1, zeros=True),
+    "linear_few_int8": lambda: _coded(8, tokens=9, group=4096),
+    "linear_narrow_int4": lambda: _coded(4, tokens=1, dtype=_FP16, group=32),
+    "linear_many_int4": lambda: _coded(4, tokens=300, zeros=True),
+    "linear_many_int8": lambda: _coded(8, tokens=300, zeros=True),
+    "linear_int4_f32": lambda: _coded(4, tokens=300, dtype=_FP32, zeros=True),
     "sample_greedy": lambda: _sampling(greedy=True, filtered=False, extras=False),
     "sample_plain": lambda: _sampling(greedy=False, filtered=False, extras=False, dtype=_BF16),
     "sample_filtered": lambda: _sampling(greedy=False, filtered=True, extras=True),
@@ -374,6 +413,8 @@ def _steps(rows: int, offset: int) -> Iterator[Callable[[], Any]]:
     yield partial(rms_norm.rms_norm, q, torch.ones(64), 1e-5)
     yield partial(activation.silu_and_mul, torch.empty(rows, 128))
     yield partial(_experts, _FP32, tokens=rows)
+    yield partial(_coded, 4, tokens=min(rows, 16), dtype=_FP32)
+    yield partial(_coded, 4, tokens=rows + 16, dtype=_FP32)
     s = SamplingTensors(
         floats(rows), ints(rows), floats(rows), floats(rows), longs(rows), longs(rows), False, True,
         bias=(longs(rows), longs(rows), floats(rows)), banned=(longs(rows), longs(rows)),
@@ -423,6 +464,7 @@ def main(arguments: list[str]) -> None:
                 patch.object(extend_attention, "chip_of", chip),
                 patch.object(decode_attention, "chip_of", chip),
                 patch.object(experts, "chip_of", chip),
+                patch.object(coded_linear, "chip_of", chip),
             ):
                 launches = record_launches(CASES[case])
             for launch in launches:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ops.gpu.op_set import GpuOps
-from ops.op_set import Expert, Routing
+from ops.op_set import Expert, GroupedWeight, PackedEmbedding, Routing
 from runtime.execution.device import Device, Fence
 from runtime.execution.forward_batch import Staging
 from runtime.execution.model_runner import ModelRunner, ModelStep
@@ -199,6 +199,31 @@ def test_experts_are_computed_without_a_wait() -> None:
         x = torch.empty(9, 48, device=where)
         out = ops.run_experts(x, ids, weights, ops.pack_experts(experts), "silu")
         assert (out.shape, out.device.type) == ((9, 48), "cuda")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_integers_are_packed_and_multiplied_without_a_wait(bits: int, tokens: int) -> None:
+    """In a layer, an embedding and experts; few tokens and many."""
+    ops, where = GpuOps(), torch.device("cuda")
+
+    def grouped(n: int, k: int) -> GroupedWeight:
+        codes, zeros = (
+            torch.empty(n, count, dtype=torch.uint8, device=where) for count in (k, k // 32)
+        )
+        return GroupedWeight(bits, codes, torch.empty(n, k // 32, device=where), zeros)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        packed = ops.pack_linear(grouped(96, 544), torch.empty(96, device=where))
+        assert packed.codes.nbytes == 96 * 544 * bits // 8
+        ids = torch.zeros(tokens, dtype=torch.int64, device=where)
+        x = ops.embed(ids, PackedEmbedding(packed, "bfloat16"))
+        out = ops.linear(x, packed)
+        assert (out.shape, out.dtype, out.device.type) == ((tokens, 96), torch.bfloat16, "cuda")
+        experts = ops.pack_experts(Expert(grouped(64, 96), grouped(96, 32)) for _ in range(8))
+        routed = ops.route(torch.empty(tokens, 8, device=where), Routing(3, True))
+        out = ops.run_experts(out, *routed, experts, "silu")
+        assert (out.shape, out.device.type) == ((tokens, 96), "cuda")
 
 
 def test_recurrent_states_go_on_without_a_wait() -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 AOT = Path(__file__).with_name("aot.py")
-CODES = ("int8", "fp8")  # what the names of cases with keys and values as codes end with
-PRODUCTS = ("_extend_kernel", "_split_kernel", "_grouped_linear_kernel")
+# What the names of cases end with whose keys and values are codes, or whose weights are.
+CODES = ("int8", "fp8", "int4")
+PRODUCTS = ("_extend_kernel", "_split_kernel", "_grouped_linear_kernel", "_coded_linear_kernel")
 # Shared memory of a block, in bytes, to which a kernel may opt in where it is more than 48 KiB.
 SHARED_BYTES = {
     "sm_80": 163 << 10,
@@ -80,6 +81,8 @@ def test_every_launch_compiles_for_every_target(compiled: list[dict]) -> None:
         "_act_and_mul_kernel",
         "_grouped_linear_kernel",
         "_combine_kernel",
+        "_coded_linear_kernel",
+        "_add_splits_kernel",
         "_add_bias_kernel",
         "_ban_kernel",
         "_penalty_kernel",
@@ -143,6 +146,26 @@ def test_keys_and_values_are_copied_16_bytes_at_a_time(compiled: list[dict]) -> 
     assert coded
     assert all(max(r["copy_bytes"]) >= 8 for r in coded)
     assert {tuple(widths) for widths in copies.values()} <= {(16,), (4, 16)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_few_tokens_and_many_are_multiplied_by_the_same_instruction(
+    compiled: list[dict], kind: str
+) -> None:
+    """But for how many tokens it takes: a token's sum is the same in both."""
+    few, many = (
+        {
+            r["target"]: r["products"]
+            for r in compiled
+            if r["case"] == f"linear_{tokens}_{kind}" and r["kernel"] == "_coded_linear_kernel"
+        }
+        for tokens in ("few", "many")
+    )
+    both = set(few) & set(many) - {"gfx942"}
+    assert "sm_90" in both
+    for target in both:
+        assert few[target] == many[target] != []
 
 
 @pytest.mark.slow

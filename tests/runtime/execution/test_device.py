@@ -66,6 +66,17 @@ def test_a_gpu_queues_pins_and_captures(gpu):
 
 
 @pytest.mark.parametrize(
+    ("quantization", "bits", "kept"),
+    [(None, (4,), "groups"), ("none", (4,), None), (None, (), None)],
+)
+def test_a_gpu_keeps_integers_of_groups_unless_told_not_to(gpu, quantization, bits, kept):
+    stored = StoredWeights(torch.float16, group_bits=bits)
+    device = open_device(RunnerConfig(quantization=quantization), stored)
+    assert device.keeps_codes == kept
+    assert device.weights == ("int4 in groups, as the checkpoint has them" if kept else "")
+
+
+@pytest.mark.parametrize(
     ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)]
 )
 def test_bfloat16_is_taken_where_the_chip_has_it(gpu, capability, dtype):

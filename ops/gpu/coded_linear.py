@@ -1,0 +1,275 @@
+"""Linear layers whose weights are integers of 4 or 8 bits in groups: `ops.coded_weight`.
+
+Decisions:
+
+- The integers less their zero are exact in every type of x, so a product takes them as they are,
+  and its float32 sum over a group is multiplied by the group's scale. Nothing is rounded that the
+  float model of the same values does not round, and a weight costs no multiplication.
+- Of two integers of 4 bits in a byte, the low one stands `piece` inputs before the high one: both
+  halves of a byte are whole tiles, and none is taken apart and put together.
+- Weights are the left operand, for a Hopper's tensor cores take that one from registers, where
+  integers become floats; x is the right one, of as few as 16 tokens.
+- Steps of up to 16 tokens have tiles of their own, for the others would keep the chip busy with
+  products of nothing while it could read. Both add in the same order of K, a `chunk` at a time, so
+  a token's result does not depend on how many there are: to the bit in the interpreter, and on a
+  GPU where its tensor cores add alike in instructions of both widths (`gpu_check.py` compares).
+- A small matrix has too few tiles to keep a chip reading. Its K is cut at fixed places, summed by a
+  program for each piece where tokens are few, else piece by piece, and added up in their order:
+  one more launch, and the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.gpu.library import Chip, Tile, chip_of, register, step_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ops.op_set import GroupedWeight
+
+_FEW_TOKENS, _FEW_OUTPUTS = 16, 64  # of a tile of few tokens
+_PROGRAMS = 256  # enough to keep the largest chips reading
+_LEAST_CHUNKS = 8  # of a split
+_ADDED = 256  # outputs of a program that adds splits up
+_PIECES = (64, 32, 16)  # inputs of a product, the most first; two of them are a chunk
+
+
+@dataclass(frozen=True, slots=True)
+class CodedLinear:
+    """A packed layer, or the layers of all experts with E before each shape.
+
+    Args:
+        codes: [N, K * bits / 8] int8, less 128 where they have 8 bits.
+        scales: [groups, N] int32, the bits of float32. zeros: their last 8 are the groups' zeros,
+            as codes are; else all zeros are in the middle.
+        n: outputs, the first of N.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    bits: int
+    zeros: bool
+    n: int
+
+
+@triton.jit
+def _floats(codes, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Codes as floats; those of 4 bits too large by the same number each in 16-bit types, of which
+    they are the last bits: a conversion would take four times as long."""
+    if BITS == 4 and dtype == tl.bfloat16:
+        wide = (codes.to(tl.int16) | 0x4300).to(dtype, bitcast=True)
+    elif BITS == 4 and dtype == tl.float16:
+        wide = (codes.to(tl.int16) | 0x6400).to(dtype, bitcast=True)
+    else:
+        wide = codes.to(dtype)
+    return wide
+
+
+@triton.jit
+def coded_product(
+    x_at, live, codes, scales, column, n, begin, end, row_bytes, scale_stride,
+    BITS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What inputs begin to end - 1 add to outputs `column` of some tokens, [BLOCK_N, BLOCK_M]
+    float32. x_at: [BLOCK_M] pointers to the tokens' inputs, of which those `live` are read."""
+    inner = tl.arange(0, PIECE)
+    there = column < n
+    x_at = x_at[None, :] + inner[:, None]  # [PIECE, BLOCK_M]
+    codes_at = codes + (column.to(tl.int64) * row_bytes)[:, None] + inner[None, :]
+    dtype = x_at.dtype.element_ty
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(begin, end, 2 * PIECE):
+        word = tl.load(scales + (start // GROUP) * scale_stride + column, mask=there, other=0)
+        if HAS_ZEROS:
+            zero = (word & 255).to(tl.int8)
+            word = word & -256
+        else:
+            zero = tl.full(word.shape, 8 if BITS == 4 else 0, tl.int8)
+        none = _floats(zero, dtype, BITS)[:, None]
+        part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if BITS == 4:
+            both = tl.load(codes_at + start // 2, mask=there[:, None], other=0)
+        for half in tl.static_range(2):
+            if BITS == 4:
+                code = (both >> 4) & 15 if half else both & 15
+            else:
+                code = tl.load(codes_at + start + half * PIECE, mask=there[:, None], other=0)
+            wide = _floats(code, dtype, BITS) - none
+            a = tl.load(x_at + start + half * PIECE, mask=live[None, :], other=0.0)
+            part = tl.dot(wide, a, part, input_precision="ieee")
+        acc += part * word.to(tl.float32, bitcast=True)[:, None]
+    return acc
+
+
+@step_kernel("num_tokens")
+def _coded_linear_kernel(
+    x, codes, scales, bias, out, num_tokens, n, k, x_stride, row_bytes, scale_stride,
+    SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, APART: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of BLOCK_M tokens. Grid (cdiv(T, BLOCK_M), cdiv(N, BLOCK_N)), where splits
+    are APART (.., .., cdiv(K, SPLIT)): each program writes the sum of its own, float32 [splits, T,
+    N]."""
+    token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = token < num_tokens
+    first = tl.program_id(2) * SPLIT
+    row = token
+    if APART:
+        row += tl.program_id(2).to(tl.int64) * num_tokens
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for begin in tl.range(first, tl.minimum(first + SPLIT, k) if APART else k, SPLIT):
+        acc += coded_product(
+            x + token * x_stride, live, codes, scales, column, n, begin,
+            tl.minimum(begin + SPLIT, k), row_bytes, scale_stride,
+            BITS, GROUP, PIECE, HAS_ZEROS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    if HAS_BIAS:
+        acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        out + (row * n)[None, :] + column[:, None],
+        acc.to(out.dtype.element_ty),
+        mask=live[None, :] & (column < n)[:, None],
+    )
+
+
+@step_kernel("num_tokens")
+def _add_splits_kernel(
+    parts, bias, out, num_tokens, n,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK outputs of one token, in the order of splits. Grid (T, cdiv(N, BLOCK))."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = (split * num_tokens + token) * n + column
+        acc += tl.load(parts + at, mask=column < n, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)
+    tl.store(out + token * n + column, acc.to(out.dtype.element_ty), mask=column < n)
+
+
+def coded_tile(few: bool, itemsize: int, chip: Chip) -> Tile:
+    """The compiled shape for few tokens or for many, outputs as block_n."""
+    if itemsize == 4:
+        return Tile(_FEW_TOKENS, 32, 4, 1)
+    if few:
+        return Tile(_FEW_TOKENS, _FEW_OUTPUTS, 4, 2 if chip.amd else 4)
+    if chip.amd:
+        return Tile(64, 64, 8, 2)
+    # Where products have their operands in registers, those of 64 tokens spill.
+    return Tile(64 if chip.warpgroups else 32, 128, 8, 3)
+
+
+def piece_of(group: int) -> int:
+    return next(piece for piece in _PIECES if group % (2 * piece) == 0)
+
+
+def split_of(n: int, k: int, chunk: int) -> int:
+    """Inputs that are summed by themselves: whole chunks."""
+    splits = max(min(_PROGRAMS // -(-n // _FEW_OUTPUTS), k // (_LEAST_CHUNKS * chunk)), 1)
+    return -(-(k // chunk) // splits) * chunk
+
+
+def _linear(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, bits: int, zeros: bool, n: int
+) -> Tensor:  # fmt: skip
+    tokens, k = x.shape
+    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    few, group = tokens <= _FEW_TOKENS, k // scales.shape[0]
+    tile, piece = coded_tile(few, x.element_size(), chip_of(x)), piece_of(group)
+    split = split_of(n, k, 2 * piece)
+    splits = triton.cdiv(k, split)
+    apart = few and splits > 1
+    target = torch.empty((splits, tokens, n), device=x.device) if apart else out
+    grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(n, tile.block_n), splits if apart else 1)
+    _coded_linear_kernel[grid](
+        x, codes, scales, bias, target, tokens, n, k, x.stride(0), codes.stride(0),
+        scales.stride(0), SPLIT=split, BITS=bits, GROUP=group, PIECE=piece,
+        HAS_ZEROS=zeros, HAS_BIAS=bias is not None and not apart, APART=apart,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if apart:
+        _add_splits_kernel[(tokens, triton.cdiv(n, _ADDED))](
+            target, bias, out, tokens, n, SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=_ADDED
+        )
+    return out
+
+
+_linear_op = register(
+    "coded_linear(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int bits, bool zeros, "
+    "int n) -> Tensor",
+    _linear,
+    lambda x, codes, scales, bias, bits, zeros, n: x.new_empty((x.shape[0], n)),
+)
+
+
+def coded_linear(x: Tensor, packed: CodedLinear) -> Tensor:
+    """See `OpSet.linear`.
+
+    Shapes: x [T, K], its last dimension contiguous; returns [T, N]. Grid: (cdiv(T, BLOCK_M),
+    cdiv(N, BLOCK_N)).
+    Numerics: fp32 sums of a chunk of K, scaled and added in order. Reference: `torch.matmul` with
+    the weights as floats.
+    """
+    p = packed
+    out: Tensor = _linear_op(x, p.codes, p.scales, p.bias, p.bits, p.zeros, p.n)
+    return out
+
+
+def pack(weight: GroupedWeight, bias: Tensor | None) -> CodedLinear:
+    """The layer as the kernels read it."""
+    n, k = weight.codes.shape
+    piece = piece_of(k // weight.scales.shape[1])
+    codes, scales = _as_kept(weight.codes, weight.bits), weight.scales.view(torch.int32)
+    if weight.bits == 4:
+        low, high = codes.view(n, -1, 2, piece).unbind(2)
+        codes = (low | high << 4).flatten(1)
+    if weight.zeros is not None:
+        scales = scales | _as_kept(weight.zeros, weight.bits).view(torch.uint8)
+    has_zeros = weight.zeros is not None
+    return CodedLinear(codes, scales.t().contiguous(), bias, weight.bits, has_zeros, n)
+
+
+def _as_kept(codes: Tensor, bits: int) -> Tensor:
+    return (codes if bits == 4 else codes ^ 128).view(torch.int8)
+
+
+def unpacked_rows(ids: Tensor, packed: CodedLinear) -> Tensor:
+    """Rows ids [T] of the weight, [T, K] float32."""
+    codes, words = packed.codes[ids], packed.scales.t()[ids]
+    groups = words.shape[1]
+    if packed.bits == 4:
+        pair = codes.unflatten(1, (-1, piece_of(2 * codes.shape[1] // groups)))
+        codes = torch.stack((pair & 15, pair >> 4 & 15), 2).flatten(1)
+    zeros = torch.full_like(words, 8 if packed.bits == 4 else 0)
+    if packed.zeros:
+        zeros = (words & 255).to(torch.int8)
+        words = words & -256
+    wide = codes.unflatten(1, (groups, -1)).float() - zeros[..., None]
+    values: Tensor = wide * words.contiguous().view(torch.float32)[..., None]
+    return values.flatten(1)
+
+
+def stacked(layers: Sequence[CodedLinear]) -> CodedLinear:
+    """The layers of all experts in one. All have zeros, or none has."""
+    return replace(
+        layers[0],
+        codes=torch.stack([layer.codes for layer in layers]),
+        scales=torch.stack([layer.scales for layer in layers]),
+    )

@@ -1,0 +1,46 @@
+"""Integers of a checkpoint in groups, on a device: what `ops.coded_weight.GroupedMatrix` reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ops.coded_weight import GROUP_OF, GroupedMatrix
+from ops.op_set import GroupedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ops.coded_weight import CodedMatrix
+
+_ROWS = 4096  # that are unpacked at a time
+
+
+def grouped_weight(
+    matrices: Sequence[CodedMatrix | GroupedMatrix | None], device: torch.device
+) -> GroupedWeight | None:
+    """Matrices one below the other; None where they are not all in groups of one kind, or of one
+    that no op set has a place for."""
+    parts = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+    if len(parts) < len(matrices) or len({(part.bits, part.group) for part in parts}) != 1:
+        return None
+    bits, group, k = parts[0].bits, parts[0].group, parts[0].k
+    scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
+    zeros = np.concatenate([part.zeros for part in parts])
+    symmetric = bool((zeros == 1 << (bits - 1)).all())
+    if group % GROUP_OF or not (symmetric or not (scales.view(np.uint32) & 255).any()):
+        return None
+    codes = torch.empty((len(scales), k), dtype=torch.uint8, device=device)
+    for part, rows in zip(parts, codes.split([part.n for part in parts]), strict=True):
+        for first in range(0, part.n, _ROWS):
+            last = min(first + _ROWS, part.n)
+            read = np.ascontiguousarray(part.read(first, last), np.uint8)
+            rows[first:last].copy_(torch.from_numpy(read))
+    return GroupedWeight(
+        bits,
+        codes,
+        torch.from_numpy(scales).to(device),
+        None if symmetric else torch.from_numpy(zeros).to(device),
+    )

@@ -1,0 +1,61 @@
+"""Quantized checkpoints on the GPU's op set: their integers stay, and the logits are those of the
+float model of their values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ops.gpu.coded_linear import CodedLinear
+from ops.gpu.op_set import GpuOps
+from runtime.checkpoints.open_checkpoint import open_checkpoint
+from runtime.execution import build
+from tests.ops.gpu.tiny_decoder import make_device
+from tests.runtime.checkpoints.test_quantized_checkpoints import write_quantized
+from tests.runtime.models.tiny_models import Probe, expected_logits, open_runner, random_tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+# By format: bits and whether there are zeros of groups; None: it is expanded.
+KEPT = {
+    "gptq-4": (4, True),
+    "gptq-8-symmetric": (8, False),
+    "gptq-8-act-order": None,
+    "awq": (4, True),
+    "w8a8-zeros": (8, True),
+    "w4a16": (4, False),
+    "fp8-tensor": None,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.sampled(3)
+def test_integers_of_groups_stay_and_are_multiplied_as_their_values(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = write_quantized(name, tmp_path)
+    device = replace(make_device(GpuOps()), keeps_codes="groups")
+    monkeypatch.setattr(build, "open_device", lambda *_: device)
+    tokens = random_tokens(20)
+    runner = open_runner(tmp_path)
+    (got,) = Probe(runner).step({1: (0, tokens)})
+    decoder: Any = runner.decoder.model
+    runner.close()
+    qkv = decoder.layers[0][0].mixer.qkv
+    kept = (qkv.bits, qkv.zeros) if isinstance(qkv, CodedLinear) else None
+    assert kept == KEPT[name]
+    torch.testing.assert_close(got, expected_logits(model, tokens), atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_choice_of_a_form_is_told_the_bits_of_groups(name: str, tmp_path: Path) -> None:
+    write_quantized(name, tmp_path)
+    stored = build.stored_weights(open_checkpoint(tmp_path), None)
+    kept = KEPT[name]
+    assert stored.group_bits == (() if kept is None else kept[:1])

@@ -1,0 +1,127 @@
+"""Linear layers of integers in groups: the products of the floats that they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ops.gpu import coded_linear
+from ops.gpu.op_set import GpuOps
+from ops.op_set import Expert, GroupedWeight, PackedEmbedding, Routing
+from ops.reference import ReferenceOps, route
+from scripts._paged import relative_error
+from scripts._triton_interpreter import products_rounded_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OPS = GpuOps()
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
+
+pytestmark = [
+    # exp(-x) of a very negative gate is inf, and x / inf the right 0.
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+    pytest.mark.usefixtures("nan_filled_outputs"),
+]
+
+
+def grouped(
+    n: int, k: int, bits: int, group: int, *, zeros: bool, seed: int = 0
+) -> tuple[GroupedWeight, Tensor]:
+    """A weight, and its values."""
+    generator = torch.Generator().manual_seed(seed)
+    codes, stored = (
+        torch.randint(0, 2**bits, shape, generator=generator, dtype=torch.uint8)
+        for shape in ((n, k), (n, k // group))
+    )
+    scales = ((torch.rand(n, k // group, generator=generator) + 0.5) / k).half().float()
+    spread = [part.repeat_interleave(group, 1) for part in (stored.float(), scales)]
+    values = spread[1] * (codes.float() - (spread[0] if zeros else 2 ** (bits - 1)))
+    return GroupedWeight(bits, codes, scales, stored if zeros else None), values
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 9) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize("tokens", [1, 16, 70])
+@pytest.mark.parametrize(
+    ("bits", "n", "k", "group", "zeros"),
+    [
+        (4, 37, 256, 128, True),
+        (4, 70, 544, 32, False),  # of several splits, the last one shorter
+        (4, 64, 192, 64, True),
+        (8, 37, 256, 256, False),
+        (8, 33, 544, 32, True),
+        (8, 16, 384, 128, True),
+    ],
+)
+@pytest.mark.sampled(12)
+def test_products_are_those_of_the_values(
+    bits: int, n: int, k: int, group: int, zeros: bool, tokens: int, dtype: torch.dtype
+) -> None:
+    weight, values = grouped(n, k, bits, group, zeros=zeros)
+    bias, x = randn(n, dtype=dtype), randn(tokens, k + 16, dtype=dtype)[:, :k]
+    got = OPS.linear(x, OPS.pack_linear(weight, bias))
+    assert got.dtype == dtype
+    want = x.float() @ values.T + bias.float()
+    assert relative_error(got, want) <= TOLERANCE[dtype]
+
+
+def test_a_small_matrix_is_cut_and_a_large_one_is_not() -> None:
+    assert coded_linear.split_of(70, 544, 32) == 288
+    assert coded_linear.split_of(4096, 14_336, 128) == 3584
+    assert coded_linear.split_of(28_672, 4096, 128) == 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_token_is_the_same_alone_to_the_bit(bits: int, dtype: torch.dtype) -> None:
+    """In tiles of another size, and with splits summed by programs of their own."""
+    weight, _ = grouped(40, 544, bits, 32, zeros=True)
+    packed, x = OPS.pack_linear(weight, randn(40)), randn(37, 544, dtype=dtype)
+    with products_rounded_once():
+        together = OPS.linear(x, packed)
+        for some in (slice(0, 1), slice(5, 21), slice(20, 37)):
+            assert torch.equal(OPS.linear(x[some], packed), together[some])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_an_embedding_shares_its_rows_with_the_output_layer(bits: int, zeros: bool) -> None:
+    weight, values = grouped(50, 128, bits, 64, zeros=zeros)
+    packed = OPS.pack_linear(weight.first_rows(48))
+    ids = torch.tensor([0, 47, 3, 3])
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        assert torch.equal(OPS.embed(ids, PackedEmbedding(packed, name)), values[ids].to(dtype))
+    x = randn(3, 128)
+    got = OPS.linear(x, replace(packed, n=41))
+    assert relative_error(got, x @ values[:41].T) <= 1e-6
+
+
+def test_no_tokens_give_no_outputs() -> None:
+    packed = OPS.pack_linear(grouped(32, 64, 4, 32, zeros=True)[0])
+    assert OPS.linear(torch.empty(0, 64), packed).shape == (0, 32)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_experts_of_integers_are_those_of_their_values(bits: int, zeros: bool) -> None:
+    count, hidden, inner, tokens = 5, 64, 96, 11
+    coded, floats = [], []
+    for e in range(count):
+        gate_up, gate_up_values = grouped(2 * inner, hidden, bits, 32, zeros=zeros, seed=e)
+        down, down_values = grouped(hidden, inner, bits, 96, zeros=zeros, seed=e + 50)
+        biases = randn(2 * inner, seed=e), randn(hidden, seed=e + 50)
+        coded.append(Expert(gate_up, down, *biases))
+        floats.append(Expert(gate_up_values, down_values, *biases))
+    ids, weights = route(randn(tokens, count), Routing(2, True))
+    x, reference = randn(tokens, hidden, seed=3), ReferenceOps()
+    got = OPS.run_experts(x, ids, weights, OPS.pack_experts(coded), "silu")
+    want = reference.run_experts(x, ids, weights, reference.pack_experts(floats), "silu")
+    assert relative_error(got, want) <= 1e-6
