@@ -2,6 +2,7 @@
 """Five situations that users of a CPU server meet, on any OpenAI-compatible server.
 
     scripts/bench_cpu.py --serve --runs 3            # starts loomserve itself, once per run
+    scripts/bench_cpu.py --serve --path avx2         # with the kernels of an older processor
     scripts/bench_cpu.py --base-url http://127.0.0.1:8080 --model NAME
 
 | name | what happens |
@@ -64,6 +65,13 @@ from server.bench.target import Target
 from server.bench.words import random_words
 
 ROOT = Path(__file__).resolve().parent.parent
+# A server as if the processor had this instruction path alone.
+ON_PATH = """
+import runpy
+from ops.cpu import build
+build.available_paths = lambda: [{path!r}]
+runpy.run_module("server", run_name="__main__", alter_sys=True)
+"""
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 # The figures of the table: scenario, path into its record, unit.
@@ -118,14 +126,15 @@ async def run_scenarios(
 
 
 @contextmanager
-def loomserve(options: list[str]) -> Iterator[tuple[Target, dict[str, Any]]]:
+def loomserve(options: list[str], path: str | None) -> Iterator[tuple[Target, dict[str, Any]]]:
     """A server of this tree on a free port, told to end afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     start = time.perf_counter()
-    command = [sys.executable, "-m", "server", "--port", str(port), *options]
+    entry = ["-c", ON_PATH.format(path=path)] if path else ["-m", "server"]
+    command = [sys.executable, *entry, "--port", str(port), *options]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         wait_until_ready(process, url)
@@ -173,7 +182,7 @@ def run_once(options: argparse.Namespace, seed: int, floors: Floors) -> dict[str
         results = asyncio.run(run_scenarios(target, options.scenarios, seed, floors))
         pid = options.server_pid
         return {"seed": seed, "results": results, "memory_mib": memory_mib(pid) if pid else None}
-    with loomserve(options.server_options) as (target, started):
+    with loomserve(options.server_options, options.path) as (target, started):
         target = replace(target, endpoint=options.endpoint)
         form = form_served(target.base_url)
         floors = replace(floors, size=floors.size.in_form(form))
@@ -236,6 +245,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--serve", action="store_true", help="start loomserve for each run instead")
     add("--model", default="", help="else the first that /v1/models lists")
     add("--shape", choices=SHAPES, help="serve random weights of this shape (with --serve)")
+    add("--path", help="instruction path of the kernels, else the best (with --serve)")
     add("--endpoint", choices=("completions", "chat"), default="completions")
     add("--scenarios", default="s1,s2,s3,s4,s5", help="comma-separated")
     add("--runs", type=int, default=1, help="with seeds from --seed on")
@@ -249,8 +259,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     unknown = [key for key in options.scenarios if key not in SCENARIOS]
     if unknown:
         parser.error(f"--scenarios {','.join(unknown)}: must be of {', '.join(SCENARIOS)}")
-    if options.shape and not options.serve:
-        parser.error("--shape: needs --serve")
+    for name in ("shape", "path"):
+        if getattr(options, name) and not options.serve:
+            parser.error(f"--{name}: needs --serve")
     return options
 
 
@@ -279,6 +290,7 @@ def main(argv: list[str]) -> int:
         "bandwidth_gb_s": round(machine.bandwidth / 1e9, 1),
         "bf16_tflop_s": round(machine.bf16_flops / 1e12, 3),
         "server_options": options.server_options,
+        "path": options.path,
     }
     print(
         f"{description['processor']}, {description['cores']} cores:"

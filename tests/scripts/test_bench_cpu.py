@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 
 import pytest
 from aiohttp import web
 
+from ops.cpu import build
 from runtime.examination import Machine
 from scripts import _floors as floors_module
 from scripts import bench_cpu
@@ -143,3 +145,20 @@ def test_unknown_scenario_is_refused(capsys):
     with pytest.raises(SystemExit):
         bench_cpu.parse(["--scenarios", "s1,s9"])
     assert "s9: must be of s1, s2, s3, s4, s5" in capsys.readouterr().err
+
+
+def test_a_server_on_a_path_has_that_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "available_paths", build.available_paths)
+    ran: list[str] = []
+    monkeypatch.setattr(runpy, "run_module", lambda name, **_: ran.append(name))
+    exec(bench_cpu.ON_PATH.format(path="avx2"))
+    assert (ran, build.available_paths(), build.choose_path()) == (["server"], ["avx2"], "avx2")
+
+
+@pytest.mark.parametrize("option", ["--path avx2", "--shape qwen3-0.6b"])
+def test_what_shapes_the_server_needs_one_that_is_started(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench_cpu.parse(option.split())
+    assert f"{option.split()[0]}: needs --serve" in capsys.readouterr().err
