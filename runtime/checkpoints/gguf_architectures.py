@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from runtime.checkpoints.gguf_metadata import shortest
 from runtime.errors import ModelError
 
 if TYPE_CHECKING:
@@ -58,6 +59,38 @@ _SHARED_EXPERT = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+_NORM_BETWEEN = {"post_attention_norm": "post_attention_layernorm"}
+_LATENT = {  # k_b and v_b are kv_b in two parts
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj",
+    "attn_v_b": "self_attn.kv_b_proj",
+}
+_GPT_OSS = _EXPERTS | {"ffn_gate_inp": "mlp.router", "attn_sinks.weight": "self_attn.sinks"}
+_DELTA_NET = {  # attn_qkv and attn_gate are what older files have as ssm_in
+    "attn_qkv": "linear_attn.in_proj_qkvz",
+    "attn_gate": "linear_attn.in_proj_qkvz",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+# Groups of DeepSeek's experts, and how many of them are taken, by the number of experts: those of
+# V2 and of V3, for files from before their conversion wrote them. V2-Lite has one group.
+_EXPERT_GROUPS = {160: (8, 3), 256: (8, 4)}
 
 
 def _nothing(given: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +103,8 @@ class Architecture:
 
     Args:
         model_type, class_name: transformers'.
-        names: of the tensors of a layer, beside those of Llama; {} stands for each expert in turn.
+        names: of the tensors of a layer, beside those of Llama; with what follows the last dot, or
+            without. {} stands for each expert in turn.
         reordered: q and k have their rows in the order of interleaved rotary.
         norm_offset: what is stored of a norm is its weight plus this.
         centered: the norms subtract the mean, which names their epsilon.
@@ -86,7 +120,12 @@ class Architecture:
     extras: Extras = _nothing
 
     def layer_name(self, name: str) -> str | None:
-        return self.names.get(name) or _DENSE.get(name)
+        """transformers' name below the layer of a tensor that is called so below its block."""
+        if name in self.names:
+            return self.names[name]
+        stem, _, suffix = name.rpartition(".")
+        found = self.names.get(stem) or _DENSE.get(stem)
+        return found and f"{found}.{suffix}"
 
 
 def _experts(given: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -122,9 +161,98 @@ def _olmoe(given: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _olmo2(given: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
-    if given.raw("{arch}.attention.sliding_window"):
-        raise ModelError(f"{given.path}: OLMo 3 is not read from GGUF files, OLMo 2 is")
-    return {}
+    """OLMo 3 has windows. Its scaling of positions is of the other layers alone."""
+    window = given.integer("{arch}.attention.sliding_window", 0, low=0)
+    if not window:
+        return {}
+    sliding = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    by_type = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
+    layers = config["num_hidden_layers"]
+    usual = [i % 4 != 3 for i in range(layers)]
+    slides = given.flags("{arch}.attention.sliding_window_pattern", layers, usual)
+    return {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": [f"{'sliding' if slide else 'full'}_attention" for slide in slides],
+        "rope_parameters": by_type,
+        "rope_scaling": None,
+    }
+
+
+def _gpt_oss(given: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
+    """The published model has its ramp of frequencies not cut to whole dimensions."""
+    return _mixtral(given, config) | {
+        "intermediate_size": given.integer("{arch}.expert_feed_forward_length"),
+        "stacked_experts": False,
+        "sliding_window": given.integer("{arch}.attention.sliding_window"),
+        "rope_parameters": config["rope_parameters"] | {"truncate": False},
+        "rope_scaling": None,
+    }
+
+
+def _routed_experts(given: GgufMetadata) -> dict[str, Any]:
+    """As DeepSeek and GLM-4.5 have them."""
+    count = given.integer("{arch}.expert_count")
+    groups, taken = _EXPERT_GROUPS.get(count, (1, 1))
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": given.integer("{arch}.expert_used_count"),
+        "n_shared_experts": given.integer("{arch}.expert_shared_count"),
+        "moe_intermediate_size": given.integer("{arch}.expert_feed_forward_length"),
+        "first_k_dense_replace": given.integer("{arch}.leading_dense_block_count", 0, low=0),
+        "routed_scaling_factor": given.number("{arch}.expert_weights_scale", 1.0),
+        "norm_topk_prob": given.flag("{arch}.expert_weights_norm", False),
+        "n_group": given.integer("{arch}.expert_group_count", groups),
+        "topk_group": given.integer("{arch}.expert_group_used_count", taken),
+        "num_nextn_predict_layers": 0,  # they are left out
+    }
+
+
+def _glm4_moe(given: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
+    return _routed_experts(given) | _partial(given, config)
+
+
+def _deepseek2(given: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
+    """V3 is the one that scores its experts by a sigmoid (2; 1 is a softmax)."""
+    experts, rope = _routed_experts(given), dict(config["rope_parameters"])
+    if given.raw("{arch}.rope.scaling.yarn_log_multiplier") is not None:
+        scale = shortest(given.number("{arch}.rope.scaling.yarn_log_multiplier") / 0.1)
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    rotary, sizes = given.integer("{arch}.rope.dimension_count"), []
+    for what in ("key", "value"):  # of a head; files with k_b and v_b have those of latents beside
+        plain = f"{{arch}}.attention.{what}_length"
+        sizes.append(given.integer(f"{plain}_mla", given.integer(plain)))
+    query = given.raw("{arch}.attention.q_lora_rank")
+    version = 1 + given.integer("{arch}.expert_gating_func", 1, high=2)
+    if version == 2:
+        method = "greedy" if experts["n_group"] == 1 else "group_limited_greedy"
+        experts["topk_method"] = method
+    return experts | {
+        "model_type": f"deepseek_v{version}",
+        "architectures": [f"DeepseekV{version}ForCausalLM"],
+        "q_lora_rank": query and given.integer("{arch}.attention.q_lora_rank"),
+        "kv_lora_rank": given.integer("{arch}.attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": sizes[0] - rotary,
+        "v_head_dim": sizes[1],
+        "rope_parameters": rope,
+        "rope_scaling": None,
+    }
+
+
+def _qwen3_next(given: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
+    heads = given.integer("{arch}.ssm.time_step_rank")
+    return _qwen2_moe(given, config) | {
+        **_partial(given, config),
+        "norm_topk_prob": True,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": given.integer("{arch}.ssm.inner_size") // heads,
+        "linear_num_key_heads": given.integer("{arch}.ssm.group_count"),
+        "linear_key_head_dim": given.integer("{arch}.ssm.state_size"),
+        "linear_conv_kernel_dim": given.integer("{arch}.ssm.conv_kernel"),
+        "full_attention_interval": given.integer("{arch}.full_attention_interval", 4),
+    }
 
 
 def _gemma(given: GgufMetadata, config: dict[str, Any], largest: int) -> dict[str, Any]:
@@ -228,6 +356,28 @@ ARCHITECTURES = {  # by general.architecture
             "ffn_up": "mlp.gate_up_proj",
         },
         extras=_partial,
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _EXPERTS | _SHARED_EXPERTS | _NORM_BETWEEN,
+        extras=_glm4_moe,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss", "GptOssForCausalLM", _GPT_OSS | _NORM_BETWEEN, extras=_gpt_oss
+    ),
+    "deepseek2": Architecture(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        _EXPERTS | _SHARED_EXPERTS | _LATENT,
+        extras=_deepseek2,
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        _EXPERTS | _SHARED_EXPERT | _DELTA_NET | _NORM_BETWEEN,
+        norm_offset=1.0,
+        extras=_qwen3_next,
     ),
     "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", centered=True, extras=_cohere2),
 }

@@ -1,10 +1,11 @@
 """A `.gguf` file as a checkpoint: Hugging Face names, shapes and config.
 
 A GGUF file holds the same matrices under shorter names, quantized or not. What differs is put back
-below: the rows of Llama's q and k projections are reordered for interleaved rotary, Gemma's norms
-are stored with their 1 added, all experts of a layer stand in one tensor. Config values are single
-floats (1e-5 comes back as 9.999999747e-06, so the shortest decimal that gives the same float is
-taken). Which architecture is which model is in `gguf_architectures`.
+below (and in `gguf_restored`): the rows of Llama's q and k projections are reordered for
+interleaved rotary, Gemma's norms are stored with their 1 added, all experts of a layer stand in one
+tensor. Layers that predict further tokens are left out. Config values are single floats (1e-5 comes
+back as 9.999999747e-06, so the shortest decimal that gives the same float is taken). Which
+architecture is which model is in `gguf_architectures`.
 
 Format and names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Quantized tensors
 are dequantized to float32 by the `gguf` package.
@@ -26,6 +27,7 @@ from runtime.checkpoints.checkpoint import RawTensor, TensorInfo, tensor_info
 from runtime.checkpoints.gguf_architectures import TOP_NAMES, architecture_of
 from runtime.checkpoints.gguf_codes import code_kind, read_codes, values_are_exact
 from runtime.checkpoints.gguf_metadata import GgufMetadata, shortest
+from runtime.checkpoints.gguf_restored import JOINED, restored_shape, restored_values
 from runtime.checkpoints.gguf_split import read_gguf
 from runtime.errors import ModelError
 
@@ -51,6 +53,12 @@ _ENDS = (
     *("<|end_of_text|>", "</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
     "<end_of_utterance>",
 )
+_YARN = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _PLAIN_TYPES = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
@@ -67,47 +75,60 @@ class GgufCheckpoint:
         metadata, tensors = read_gguf(path)
         self.metadata = GgufMetadata(path, metadata)
         self._architecture = architecture_of(self.metadata)
-        self._sources = {
-            name: source
-            for tensor in tensors
-            if not _IGNORED.fullmatch(tensor.name)
-            for name, source in self._named(tensor)
-        }
-        self.tensors = {
-            name: TensorInfo(tensor.shape, _PLAIN_TYPES.get(tensor.type, "float32"))
-            for name, tensor in self._sources.items()
-        }
+        self._sources: dict[str, list[GgufTensor]] = {}  # one, or the parts of it
+        unread = self.metadata.integer("{arch}.nextn_predict_layers", 0, low=0)
+        self._blocks = self.metadata.integer("{arch}.block_count") - unread
+        for tensor in tensors:
+            block = _BLOCK.match(tensor.name)
+            beyond = int(block[1]) - self._blocks if block else -1
+            if _IGNORED.fullmatch(tensor.name) or 0 <= beyond < unread:
+                continue
+            for name, source in self._named(tensor):
+                self._sources.setdefault(name, []).append(source)
+        for parts in self._sources.values():
+            parts.sort(key=lambda part: part.name)
+        self.tensors = {name: self._info(name, parts) for name, parts in self._sources.items()}
         beside = {tensor.name: tensor.data for tensor in tensors if len(tensor.shape) == 1}
         self.config = self._make_config(beside)
         self.generation_config = self._make_generation_config()
 
     def read(self, name: str) -> RawTensor:
         """See `Checkpoint.read`; the buffer is a copy, quantized values dequantized."""
-        info = tensor_info(self, name)
-        tensor = self._sources[name]
-        values = tensor.data
-        if tensor.type not in _PLAIN_TYPES:
-            try:
-                values = dequantize(tensor.data, tensor.type)
-            except NotImplementedError:
-                raise ModelError(
-                    f"{self.path}: {tensor.name}: {tensor.type.name} is not supported"
-                ) from None
-        values = self._restored(tensor.name, values.reshape(info.shape))
-        buffer = np.array(values, order="C")  # writable, private
-        tensor.release()
+        info, parts = tensor_info(self, name), self._sources[name]
+        plain = len(parts) == 1 and parts[0].type in _PLAIN_TYPES
+        try:
+            found = [part.data if plain else self._floats(part) for part in parts]
+            values = restored_values(name, found, self.config).reshape(info.shape)
+        except ValueError:
+            raise self._misfit(name, parts) from None
+        buffer = np.array(self._restored(name, values), order="C")  # writable, private
+        for part in parts:
+            part.release()
         return RawTensor(info.shape, info.dtype, buffer.data.cast("B"))
+
+    def _floats(self, tensor: GgufTensor) -> NDArray[Any]:
+        try:
+            values: NDArray[Any] = dequantize(tensor.data.view(np.uint8), tensor.type)
+        except NotImplementedError:
+            raise ModelError(
+                f"{self.path}: {tensor.name}: {tensor.type.name} is not supported"
+            ) from None
+        return values.reshape(tensor.shape)
 
     def coded(self, name: str) -> CodedMatrix | None:
         """See `Checkpoint.coded`: all types that are served, where a matrix has whole rows."""
-        (n, *columns), tensor = tensor_info(self, name).shape, self._sources[name]
+        (n, *columns), (tensor, *others) = tensor_info(self, name).shape, self._sources[name]
         kind = code_kind(tensor.type)
-        if kind is None or len(columns) != 1:
+        if kind is None or len(columns) != 1 or others:
+            return None
+        if tensor.type is GGMLQuantizationType.MXFP4 and not values_are_exact(
+            tensor.type, tensor.data
+        ):
             return None
 
         @cache
         def rows() -> NDArray[Any]:
-            return self._restored(tensor.name, tensor.data)
+            return self._restored(name, tensor.data)
 
         def read(first: int, last: int) -> Codes:
             found = rows()[first:last]
@@ -127,28 +148,42 @@ class GgufCheckpoint:
         stem, _, suffix = tensor.name.rpartition(".")
         if stem in TOP_NAMES:
             return [(f"{TOP_NAMES[stem]}.{suffix}", tensor)]
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        name = self._architecture.layer_name(layer[2]) if layer else None
-        if layer is None or name is None:
+        block = _BLOCK.fullmatch(tensor.name)
+        name = self._architecture.layer_name(block[2]) if block else None
+        if block is None or name is None:
             raise ModelError(
                 f"{self.path}: tensor {tensor.name!r} is not one of a"
                 f" {self._architecture.model_type} model"
             )
-        name = f"model.layers.{layer[1]}.{name}.{suffix}"
+        name = f"model.layers.{block[1]}.{name}"
         if "{}" in name:
             parts = enumerate(tensor.data)
             return [
                 (name.format(i), tensor._replace(shape=tensor.shape[1:], data=part))
                 for i, part in parts
             ]
-        if name.endswith("shared_expert_gate.weight"):  # stored as a vector
-            tensor = tensor._replace(shape=(1, tensor.shape[-1]))
         return [(name, tensor)]
 
+    def _info(self, name: str, parts: list[GgufTensor]) -> TensorInfo:
+        """Raises: ModelError: the parts do not make a tensor."""
+        if len(parts) > (2 if name.endswith(JOINED) else 1):
+            raise self._misfit(name, parts)
+        try:
+            shape = restored_shape(name, [part.shape for part in parts])
+        except ValueError:
+            raise self._misfit(name, parts) from None
+        plain = _PLAIN_TYPES.get(parts[0].type, "float32") if len(parts) == 1 else "float32"
+        return TensorInfo(shape, plain)
+
+    def _misfit(self, name: str, parts: list[GgufTensor]) -> ModelError:
+        found = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
+        return ModelError(f"{self.path}: {found}: cannot be {name}")
+
     def _restored(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
-        """The values as transformers has them."""
-        if self._architecture.norm_offset and name.endswith("norm.weight"):
-            weight: NDArray[Any] = values - np.asarray(self._architecture.norm_offset, values.dtype)
+        """The values as transformers has them, but for what `gguf_restored` does."""
+        offset = self._architecture.norm_offset
+        if offset and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            weight: NDArray[Any] = values - np.asarray(offset, values.dtype)
             return weight
         return self._restore_rows(name, values)
 
@@ -156,8 +191,8 @@ class GgufCheckpoint:
         """Undoes the reordering of q and k, which took a head's rows from (half, pair) to
         (pair, half)."""
         reordered = self._architecture.reordered
-        is_query = ".attn_q." in name
-        if not reordered or not (is_query or ".attn_k." in name):
+        is_query = ".q_proj." in name
+        if not reordered or not (is_query or ".k_proj." in name):
             return values
         heads = self.config["num_attention_heads" if is_query else "num_key_value_heads"]
         if values.shape[0] % (2 * heads):
@@ -204,6 +239,7 @@ class GgufCheckpoint:
             "rope_theta": theta,
             "rope_scaling": scaling or None,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.tensors,
+            "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in self.tensors,
             "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self.tensors,
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
             "dtype": self._common_dtype(),
@@ -223,18 +259,20 @@ class GgufCheckpoint:
         return 1 if "moe" in self._architecture.model_type else None
 
     def _layers(self) -> int:
-        layers = self.metadata.integer("{arch}.block_count")
         found = {name.split(".")[2] for name in self.tensors if name.startswith("model.layers.")}
-        if layers != len(found):
+        if self._blocks != len(found):
             raise ModelError(
-                f"{self.path}: has tensors of {len(found)} layers, its block_count is {layers}"
+                f"{self.path}: has tensors of {len(found)} layers, its block_count is"
+                f" {self._blocks}"
             )
-        return layers
+        return self._blocks
 
     def _rope_scaling(
         self, beside: Mapping[str, NDArray[Any]], head_dim: int, theta: float, context: int
     ) -> dict[str, Any]:
         given, frequencies = self.metadata, beside.get(_FREQUENCIES)
+        if given.raw("{arch}.rope.dimension_sections") is not None:
+            raise ModelError(f"{self.path}: positions of pictures (M-RoPE) are not supported")
         if _FACTORS[0] in beside and _FACTORS[1] in beside:
             return self._long_rope(*(beside[name] for name in _FACTORS))
         if frequencies is not None:
@@ -251,6 +289,9 @@ class GgufCheckpoint:
         if kind == "yarn":
             key = "{arch}.rope.scaling.original_context_length"
             scaling["original_max_position_embeddings"] = given.integer(key)
+            for name, own in _YARN.items():
+                if given.raw(f"{{arch}}.rope.scaling.{own}") is not None:
+                    scaling[name] = given.number(f"{{arch}}.rope.scaling.{own}")
         return scaling
 
     def _long_rope(self, long: NDArray[Any], short: NDArray[Any]) -> dict[str, Any]:
@@ -269,7 +310,8 @@ class GgufCheckpoint:
 
     def _common_dtype(self) -> str:
         """The plain type that the matrices have; quantized ones are best kept in bfloat16."""
-        kinds = {t.type for t in self._sources.values() if len(t.shape) == 2}
+        parts = (part for parts in self._sources.values() for part in parts)
+        kinds = {part.type for part in parts if len(part.shape) == 2}
         return _PLAIN_TYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
     def _make_generation_config(self) -> dict[str, Any]:

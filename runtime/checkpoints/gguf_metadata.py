@@ -80,6 +80,13 @@ class GgufMetadata:
             raise self._wrong(key, value, f"a list of {count} numbers")
         return value
 
+    def flags(self, key: str, count: int, default: list[bool]) -> list[bool]:
+        """One of true and false for each of `count` things."""
+        value = self._given(key, default)
+        if not isinstance(value, list) or [type(item) for item in value] != [bool] * count:
+            raise self._wrong(key, value, f"a list of {count} of true and false")
+        return value
+
     def token_id(self, name: str) -> int | None:
         """The id of a token with a part to play (bos, eos, unknown, ...); None where there is
         none. SentencePiece models have the usual three where the file names none."""

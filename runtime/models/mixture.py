@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from runtime.models.sources import WeightReader
 
 _MOST_EXPERTS = 2**16
+_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Experts(Source):
 
     Args:
         path: the names of expert 3 begin with "{path}.3.". gate, up, down: how they go on.
+        bias: of every layer.
     """
 
     path: str
@@ -35,6 +37,7 @@ class Experts(Source):
     count: int
     hidden_size: int
     intermediate_size: int
+    bias: bool = False
 
     def load(self, reader: WeightReader) -> Any:
         experts = (self._expert(reader, i) for i in range(self.count))
@@ -44,7 +47,9 @@ class Experts(Source):
         at, hidden, inner = f"{self.path}.{i}.", self.hidden_size, self.intermediate_size
         gate_up = Linear((at + self.gate, at + self.up), (inner, inner), hidden)
         down = Linear((at + self.down,), (hidden,), inner)
-        return Expert(gate_up.weight(reader), down.weight(reader))
+        layers = gate_up, down
+        biases = [layer.read(reader, ".bias") for layer in layers] if self.bias else []
+        return Expert(gate_up.weight(reader), down.weight(reader), *biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def mixture_of_experts(
     path: str,
     renormalise: bool,
     intermediate_key: str,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, str, str] = _NAMES,
     score: str = "softmax",
     scale: float = 1.0,
     groups: tuple[int, int, str] = (1, 1, "max"),
@@ -118,14 +123,19 @@ def mixture_of_experts(
 
 
 def stacked_mixture_of_experts(config: dict[str, Any], *, path: str) -> MixtureOfExperts:
-    """The experts of gpt-oss: `StackedExperts` at "{path}.experts", a router with biases at
+    """The experts of gpt-oss: at "{path}.experts" (`StackedExperts`, or `Experts` where the config
+    has `stacked_experts` as false, which it has of GGUF files), a router with biases at
     "{path}.router", clamped activation. Raises: ModelError: see `mixture_of_experts`."""
     count, top_k = _experts_of_a_token(config)
     hidden = values.integer(config, "hidden_size")
     inner = values.integer(config, "intermediate_size")
+    sizes, experts = (count, hidden, inner), f"{path}.experts"
+    stacked = values.flag(config, "stacked_experts", True)
     return MixtureOfExperts(
         router=Linear((f"{path}.router",), (count,), hidden, bias=True, wide=True),
-        experts=StackedExperts(f"{path}.experts", count, hidden, inner),
+        experts=StackedExperts(experts, *sizes)
+        if stacked
+        else Experts(experts, *_NAMES, *sizes, bias=True),
         routing=Routing(top_k, renormalise=True),
         activation="clamped_silu",
     )

@@ -161,7 +161,7 @@ def write_metadata(path, architecture, **values):
 
 def test_a_file_without_weights_is_refused(tmp_path):
     write_metadata(tmp_path / "model.gguf", "llama")
-    with pytest.raises(ModelError, match=r"lacks llama\.attention\.head_count"):
+    with pytest.raises(ModelError, match=r"lacks llama\.block_count"):
         open_checkpoint(tmp_path / "model.gguf")
 
 

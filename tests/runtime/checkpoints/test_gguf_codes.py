@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
 
 from ops.coded_weight import CodedMatrix
 from ops.cpu import build
 from ops.op_set import PackedEmbedding
 from runtime.checkpoints.gguf_checkpoint import GgufCheckpoint
+from runtime.checkpoints.gguf_codes import read_codes, values_are_exact
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.errors import ModelError
 from runtime.execution import packed_weights
@@ -50,8 +52,10 @@ def write(
     path: Path,
     matrices: dict[str, tuple[int, int, Kind, Kind]] = MATRICES,
     blocks: dict[str, np.ndarray] | None = None,
+    experts: int = 0,
 ) -> Path:
-    """A Llama with its embedding as output layer. blocks: of some matrices of the first layer."""
+    """A Llama with its embedding as output layer. blocks: of some matrices of the first layer.
+    experts: of a layer, each with matrices of the MLP, two for a token."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(512)
@@ -73,7 +77,16 @@ def write(
             rows = random_blocks(kind, n, k, seed + 10 * layer, SPREADS.get(kind, 3e-4))
             if layer == 0 and blocks is not None:
                 rows = blocks.get(name, rows)
+            if experts and name.startswith("ffn"):
+                name += "_exps"
+                rows = np.stack([np.roll(rows, i, axis=0) for i in range(experts)])
             writer.add_tensor(f"blk.{layer}.{name}.weight", rows, raw_dtype=kind)
+        if experts:
+            router = rand.standard_normal((experts, HIDDEN)).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
     for name in norms:
         values = (1 + 0.1 * rand.standard_normal(HIDDEN)).astype(np.float32)
         writer.add_tensor(f"{name}.weight", values)
@@ -170,6 +183,42 @@ def test_floats_or_another_form_can_be_asked_for(
     runner.close()
 
 
+def test_experts_are_kept_in_the_kinds_of_the_file(tmp_path: Path) -> None:
+    gate, up = (
+        (INNER, HIDDEN, *kinds) for kinds in ((Kind.Q4_K, Kind.Q3_K), (Kind.Q4_K, Kind.Q2_K))
+    )
+    mlp = {"ffn_gate": gate, "ffn_up": up, "ffn_down": (HIDDEN, INNER, Kind.Q6_K, Kind.IQ4_XS)}
+    path = write(tmp_path / "model.gguf", MATRICES | mlp, experts=4)
+    kept, wide = open_runner(path), open_runner(path, dtype="float32")
+    model: Any = kept.decoder.model
+    found = [
+        {tuple(linear.kinds for linear in pair) for pair in layer[1].mixer.experts.pairs}
+        for layer in model.layers
+    ]
+    assert found == [{(("q4_k", "q4_k"), ("q6_k",))}, {(("q3_k", "q2_k"), ("iq4_xs",))}]
+    tokens = random_tokens(20, vocab_size=VOCAB)
+    got, want = logits(kept, tokens, 20), logits(wide, tokens, 20)
+    assert float((got - want).norm() / want.norm()) < 0.03
+    assert torch.equal(logits(kept, tokens, 7, 13), got)
+    kept.close()
+    wide.close()
+
+
+def test_powers_of_two_are_the_packages_values() -> None:
+    """MXFP4, whose powers of two beyond half floats stand only where all numbers are 0."""
+    blocks = np.random.default_rng(3).integers(0, 256, (6, 40, 17), dtype=np.uint8)
+    blocks[..., 0] = np.arange(104, 144)
+    blocks[0, :4, 1:], blocks[0, :4, 0] = 0x88, (0, 1, 103, 255)
+    rows = blocks.reshape(6, -1)
+    codes = read_codes(Kind.MXFP4, rows)
+    values = (codes.codes.astype(np.float32) - 128).reshape(6, 40, 32) * codes.factors[..., None]
+    assert np.array_equal(values.reshape(6, -1), dequantize(rows, Kind.MXFP4))
+    assert values_are_exact(Kind.MXFP4, rows)
+    for power in (103, 144):
+        blocks[3, 3, 0] = power
+        assert not values_are_exact(Kind.MXFP4, blocks.reshape(6, -1))
+
+
 def test_a_factor_that_has_no_place_is_told(tmp_path: Path) -> None:
     """-16 times the factor of a Q5_0 block is kept as half a float."""
     matrices = MATRICES | {"attn_output": (HIDDEN, 256, Kind.Q5_0, Kind.Q5_0)}
@@ -207,8 +256,8 @@ def test_pages_of_the_file_are_given_back(path: Path) -> None:
     """What was read of a mapped file is not in memory a second time."""
     checkpoint = open_checkpoint(path)
     name, released = "model.layers.0.mlp.down_proj.weight", []
-    source = checkpoint._sources[name]  # type: ignore[attr-defined]
-    checkpoint._sources[name] = source._replace(release=lambda: released.append(name))  # type: ignore[attr-defined]
+    (source,) = checkpoint._sources[name]  # type: ignore[attr-defined]
+    checkpoint._sources[name] = [source._replace(release=lambda: released.append(name))]  # type: ignore[attr-defined]
     matrix = checkpoint.coded(name)
     assert isinstance(matrix, CodedMatrix)
     matrix.read(0, 256)

@@ -2,7 +2,7 @@
 
 Tensors have the names that the `gguf` package maps transformers' to, the values and metadata that
 llama.cpp's conversion writes: q and k reordered where its rotary is interleaved, Gemma's norms with
-their 1, a layer's experts in one tensor.
+their 1, a layer's experts in one tensor, and what `gguf_conversion` does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gguf.quants import dequantize, quantize
 
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.errors import ModelError
+from tests.runtime.checkpoints.gguf_conversion import converted as conversion
 from tests.runtime.checkpoints.tiny_models import interleave
 from tests.runtime.models.tiny_models import (
     Probe,
@@ -47,9 +48,53 @@ class Case(NamedTuple):
 
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 LONG = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.5, 2.0, 3.0, 4.0]}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+ROUTED |= {"first_k_dense_replace": 1, "n_shared_experts": 2}
+ROUTED_KEYS: dict[str, Any] = {"expert_count": 8, "expert_used_count": 2, "expert_shared_count": 2}
+ROUTED_KEYS |= {"expert_feed_forward_length": 32, "leading_dense_block_count": 1}
+ROUTED_KEYS |= {"expert_weights_scale": 1.5}
+GROUPS = {"expert_group_count": 4, "expert_group_used_count": 2}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+}
+LATENT |= {"v_head_dim": 12, "num_key_value_heads": 12, "routed_scaling_factor": 1.5}
+LATENT_KEYS: dict[str, Any] = {
+    "attention.q_lora_rank": 24,
+    "attention.kv_lora_rank": 32,
+    **ROUTED_KEYS,
+}
+LATENT_KEYS |= {"rope.dimension_count": 8}
+WHOLE_KEYS = {"attention.key_length": 24, "attention.value_length": 12}
+SPLIT_KEYS = {"attention.key_length": 40, "attention.value_length": 32}
+SPLIT_KEYS |= {"attention.key_length_mla": 24, "attention.value_length_mla": 12}
+SPLIT_KEYS |= {"attention.head_count_kv": 1}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 128}
+YARN_KEYS: dict[str, Any] = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+YARN_KEYS |= {"rope.scaling.original_context_length": 128}
+NEXT: dict[str, Any] = {
+    "scale": 0.2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+NEXT |= {"shared_expert_intermediate_size": 64, "linear_num_key_heads": 2}
+NEXT |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+NEXT_KEYS = {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 64, **EXPERTS}
+NEXT_KEYS |= {"ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2}
+NEXT_KEYS |= {"ssm.time_step_rank": 4, "ssm.inner_size": 48, "rope.dimension_count": 4}
+NEXT_KEYS |= {"full_attention_interval": 4}
 CASES: dict[str, Case] = {
     "llama": Case("llama", {}, reordered=True),
-    "llama-experts": Case(
+    "llama:experts": Case(
         "mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2},
         reordered=True,
@@ -96,7 +141,7 @@ CASES: dict[str, Case] = {
         {"sliding_window": 8},
         metadata={"rope.dimension_count": 8, "attention.sliding_window": 8},
     ),
-    "phi3-long": Case(
+    "phi3:long": Case(
         "phi3",
         {"original_max_position_embeddings": 16}
         | {
@@ -105,6 +150,14 @@ CASES: dict[str, Case] = {
         },
         metadata={"rope.dimension_count": 8, "rope.scaling.original_context_length": 16}
         | {"rope.scaling.attn_factor": (1 + np.log(32) / np.log(16)) ** 0.5},
+    ),
+    "phi3:whole": Case(  # Phi 4
+        "phi3",
+        {"sliding_window": None, "partial_rotary_factor": 0.75}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        | {"head_dim": 8},
+        metadata={"rope.dimension_count": 6, "attention.sliding_window": 0}
+        | {"rope.scaling.original_context_length": 512},
     ),
     "granite": Case(
         "granite",
@@ -116,6 +169,56 @@ CASES: dict[str, Case] = {
     ),
     "smollm3": Case("smollm3", {}, reordered=True),
     "olmo2": Case("olmo2", {}),
+    "olmo2:windows": Case(  # OLMo 3
+        "olmo3",
+        {"sliding_window": 8}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": YARN | {"attention_factor": 1.2},
+            }
+        }
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        metadata={"attention.sliding_window": 8, **YARN_KEYS}
+        | {"attention.sliding_window_pattern": [True, False] * 2}
+        | {"rope.scaling.yarn_attn_factor": 1.2},
+    ),
+    "glm4moe": Case(
+        "glm4_moe",
+        {**ROUTED, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}
+        | {"routed_scaling_factor": 1.5, "norm_topk_prob": True, "n_group": 4, "topk_group": 2},
+        metadata={**ROUTED_KEYS, **GROUPS, "expert_weights_norm": True}
+        | {"rope.dimension_count": 8, "nextn_predict_layers": 1, "block_count": 5},
+    ),
+    "gpt-oss": Case(
+        "gpt_oss",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+        | {"rope_parameters": YARN | {"truncate": False}},
+        metadata={"expert_feed_forward_length": 96, "attention.sliding_window": 8}
+        | {**EXPERTS, **YARN_KEYS},
+    ),
+    "deepseek2": Case(  # V3
+        "deepseek_v3",
+        {**ROUTED, **LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}
+        | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+        metadata={**LATENT_KEYS, **SPLIT_KEYS, **GROUPS, **YARN_KEYS}
+        | {"expert_weights_norm": True, "expert_gating_func": 2}
+        | {"rope.scaling.yarn_log_multiplier": 0.07},
+    ),
+    "deepseek2:old": Case(  # V2
+        "deepseek_v2",
+        {**ROUTED, **LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
+        | {"topk_method": "group_limited_greedy"},
+        metadata={**LATENT_KEYS, **WHOLE_KEYS, **GROUPS},
+    ),
+    "deepseek2:lite": Case(
+        "deepseek_v2",
+        {**ROUTED, **LATENT, "q_lora_rank": None, "topk_method": "greedy"}
+        | {"norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        metadata={key: LATENT_KEYS[key] for key in LATENT_KEYS if "q_lora" not in key} | SPLIT_KEYS,
+    ),
+    "qwen3next": Case("qwen3_next", NEXT, norm_offset=1.0, metadata=NEXT_KEYS),
+    "qwen3next:old": Case("qwen3_next", NEXT, norm_offset=1.0, metadata=NEXT_KEYS),
     "olmoe": Case(
         "olmoe",
         {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
@@ -133,30 +236,35 @@ CASES: dict[str, Case] = {
 def write(
     model: PreTrainedModel, path: Path, name: str, case: Case, kind: Kind = Kind.F32, **split: int
 ) -> Path:
-    config, architecture = model.config, name.split("-")[0]
+    config, (architecture, _, variant) = model.config, name.partition(":")
     writer = gguf.GGUFWriter(path, architecture, **split)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": dim,
+        "rope.freq_base": (config.rope_parameters or {}).get("rope_theta", 1e4),
+    }
     if architecture == "cohere2":
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    rope = {"rope.freq_base": (config.rope_parameters or {}).get("rope_theta", 1e4)}
-    for key, value in (rope | case.metadata).items():
-        add = {float: writer.add_float32, np.float64: writer.add_float32, int: writer.add_uint32}
+    add: dict[type, Any] = {float: writer.add_float32, np.float64: writer.add_float32}
+    add |= {int: writer.add_uint32, bool: writer.add_bool, list: writer.add_array}
+    for key, value in (keys | case.metadata).items():
         add.get(type(value), writer.add_string)(f"{architecture}.{key}", value)
     writer.add_token_list([str(i) for i in range(config.vocab_size)])
-    for tensor, values in converted(model, architecture, case):
+    if "nextn_predict_layers" in case.metadata:
+        for tensor in ("nextn.eh_proj", "attn_norm"):  # of a layer that is left out
+            writer.add_tensor(f"blk.4.{tensor}.weight", np.ones((2, 32), np.float32))
+    for tensor, values in converted(model, architecture, case, variant):
         own = kind if values.ndim > 1 and values.shape[-1] % 32 == 0 else Kind.F32
         writer.add_tensor(tensor, quantize(values, own), raw_dtype=own)
-    if "-long" in name:
+    if variant == "long":
         for which in ("long", "short"):
             factors = np.array(LONG[f"{which}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{which}.weight", factors)
@@ -168,14 +276,18 @@ def write(
 
 
 def converted(
-    model: PreTrainedModel, architecture: str, case: Case
+    model: PreTrainedModel, architecture: str, case: Case, variant: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Tensors as llama.cpp's conversion has them."""
     (which,) = (key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
     names, config = gguf.get_tensor_name_map(which, 16), model.config
     stacked: dict[str, dict[int, np.ndarray]] = {}
-    for name, tensor in saved(model).items():
-        values = tensor.numpy()
+    changed = (
+        pair
+        for name, tensor in saved(model).items()
+        for pair in conversion(name, tensor.numpy(), config, old=variant == "old")
+    )
+    for name, values in changed:
         if case.norm_offset and name.endswith("norm.weight"):
             values = values + np.float32(case.norm_offset)
         if case.reordered and "q_proj" in name:
@@ -199,6 +311,9 @@ def saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def gguf_name(names: Any, name: str) -> str:
+    whole = name if name.startswith("blk.") else names.get_name(name)
+    if whole:
+        return str(whole)
     stem, _, suffix = name.rpartition(".")
     found = names.get_name(stem)
     assert found, name
@@ -210,7 +325,14 @@ def made(tmp_path: Path) -> Callable[..., tuple[PreTrainedModel, Path]]:
     def make(name: str, kind: Kind = Kind.F32, **split: int) -> tuple[PreTrainedModel, Path]:
         case = CASES[name]
         shape = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
-        model = make_model(tmp_path, case.model_type, **shape, **case.special)
+        model = make_model(tmp_path, case.model_type, **(shape | case.special))
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # so that adding 1 to a norm and taking it away changes nothing
+                parameter.data.mul_(4096).round_().div_(4096)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(2)))
+        model.save_pretrained(tmp_path)
         model.name_or_path = str(tmp_path)
         return model, write(model, tmp_path / "model.gguf", name, case, kind, **split)
 
@@ -229,6 +351,44 @@ def assert_logits_equal(model: PreTrainedModel, path: Path) -> None:
 @pytest.mark.sampled(5)
 def test_logits_equal_transformers(name: str, made: Any) -> None:
     assert_logits_equal(*made(name))
+
+
+def test_positions_of_pictures_and_halves_that_do_not_fit_are_refused(made: Any) -> None:
+    def refused(name: str, keys: dict[str, Any], why: str, **changed: Any) -> None:
+        model, path = made(name)
+        path.unlink()
+        case = CASES[name]._replace(metadata=CASES[name].metadata | keys)
+        write(model, path, name, case, **changed)
+        with pytest.raises(ModelError, match=why):
+            open_runner(path)
+
+    refused("glm4", {"rope.dimension_sections": [8, 4, 4, 0]}, r"M-RoPE")
+    refused("deepseek2", {"attention.value_length_mla": 10}, r"kv_b_proj.weight' has shape")
+    refused("olmo2:windows", {"attention.sliding_window_pattern": [True]}, r"a list of 4 of true")
+    refused("qwen3next", {"ssm.group_count": 4}, r"in_proj_(qkvz|ba)|num_key_heads")
+
+
+def test_older_files_of_deepseek_have_the_published_groups(made: Any) -> None:
+    model, path = made("deepseek2:lite")
+    path.unlink()
+    keys = CASES["deepseek2:lite"].metadata
+    case = CASES["deepseek2:lite"]._replace(metadata=keys | {"expert_count": 160})
+    config = open_checkpoint(write(model, path, "deepseek2:lite", case)).config
+    assert (config["n_group"], config["topk_group"]) == (8, 3)
+    assert config["topk_method"] == "group_limited_greedy"
+
+
+def test_experts_of_mxfp4_are_kept_as_bytes(made: Any) -> None:
+    _, path = made("gpt-oss", Kind.MXFP4)
+    kept, wide = open_runner(path), open_runner(path, dtype="float32")
+    tokens = random_tokens(25)
+    got, want = (Probe(runner).step({1: (0, tokens)})[0] for runner in (kept, wide))
+    model: Any = kept.decoder.model
+    pairs = model.layers[1][1].mixer.experts.pairs
+    assert {layer.kinds for pair in pairs for layer in pair} == {("int8", "int8"), ("int8",)}
+    assert float((got - want).norm() / want.norm()) < 0.2  # activations are bfloat16 too
+    kept.close()
+    wide.close()
 
 
 def test_a_model_in_several_files(made: Any, tmp_path: Path) -> None:
