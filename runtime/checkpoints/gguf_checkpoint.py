@@ -53,6 +53,8 @@ _ENDS = (
     *("<|end_of_text|>", "</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
     "<end_of_utterance>",
 )
+# Of gpt-oss, where <|end|> is but the end of a message.
+_HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
 _YARN = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
@@ -318,7 +320,9 @@ class GgufCheckpoint:
         given = self.metadata
         config = {k: self.config[k] for k in ("bos_token_id", "pad_token_id")}
         named = [given.token_id(name) for name in ("eos", "eot", "eom")]
-        known = [i for i, text in enumerate(given.texts("tokenizer.ggml.tokens")) if text in _ENDS]
+        tokens = given.texts("tokenizer.ggml.tokens")
+        texts = _HARMONY_ENDS if {"<|return|>", "<|call|>"} <= set(tokens) else _ENDS
+        known = [i for i, text in enumerate(tokens) if text in texts]
         ends = list(dict.fromkeys(i for i in (*named, *known) if i is not None))
         config["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
         return {key: value for key, value in config.items() if value is not None}

@@ -58,11 +58,27 @@ WORDS = "HelloWorld's don'T ABc 12345 a1"
         ("olmo", "HelloWorld|'s|Ġdon|'|T|ĠABc|Ġ12345|Ġa|1"),
         ("refact", "HelloWorld|'s|Ġdon|'|T|ĠABc|Ġ|1|2|3|4|5|Ġa|1"),
         ("command-r", "HelloWorld|'s|Ġdon|'|T|ĠABc|Ġ|1|2|3|4|5|Ġa|1"),
+        ("deepseek-v3", "HelloWorld|'s|Ġdon|'T|ĠABc|Ġ|123|45|Ġa|1"),
+        ("deepseek-llm", "HelloWorld|'|s|Ġdon|'|T|ĠABc|Ġ|12345|Ġa|1"),
+        ("deepseek-coder", "HelloWorld|'|s|Ġdon|'|T|ĠABc|Ġ|1|2|3|4|5|Ġa|1"),
     ],
 )
 def test_words_are_split_by_the_rule(rule: str, expected: str) -> None:
     split = byte_level(rule).pre_tokenizer.pre_tokenize_str(WORDS)
     assert [piece for piece, _ in split] == expected.split("|")
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("deepseek-v3", ["x", ".foo", " ", "世界ひら", "!\n\n", " ", " y"]),
+        ("deepseek-llm", ["x", ".", "foo", " ", "世界ひら", "!", "\n", "\n", " ", " y"]),
+    ],
+)
+def test_deepseek_cuts_chinese_and_signs(rule: str, expected: list[str]) -> None:
+    text = "x.foo 世界ひら!\n\n  y"
+    split = byte_level(rule).pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in split] == expected
 
 
 def pieces(tokenizer, text: str) -> list[str]:
@@ -201,6 +217,7 @@ def test_files_are_written_once_and_read_by_transformers(tmp_path):
         pytest.param({"eos": 262, "eot": 263}, ["<|im_end|>", "<|y|>"], [262, 263], id="eot-key"),
         pytest.param({"eom": 1}, ["<|x|>", "<|y|>"], [1], id="eom-key-only"),
         pytest.param({}, ["<|x|>", "<|y|>"], None, id="none"),
+        pytest.param({"eos": 262}, ["<|return|>", "<|call|>", "<|end|>"], [262, 263], id="gpt-oss"),
     ],
 )
 def test_a_generation_ends_by_the_named_ids_and_by_known_ends_of_turns(
