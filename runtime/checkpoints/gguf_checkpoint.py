@@ -60,6 +60,7 @@ _YARN = {
     "beta_slow": "yarn_beta_slow",
     "attention_factor": "yarn_attn_factor",
 }
+_GATE_UP = ".ffn_gate_up_exps."
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _PLAIN_TYPES = {
     GGMLQuantizationType.F32: "float32",
@@ -150,6 +151,17 @@ class GgufCheckpoint:
         stem, _, suffix = tensor.name.rpartition(".")
         if stem in TOP_NAMES:
             return [(f"{TOP_NAMES[stem]}.{suffix}", tensor)]
+        if _GATE_UP in tensor.name and tensor.data.ndim > 1:  # the rows of both, gate's first
+            halves = zip(("gate", "up"), np.array_split(tensor.data, 2, axis=1), strict=True)
+            parts = [
+                tensor._replace(
+                    name=tensor.name.replace("gate_up", which),
+                    shape=(tensor.shape[0], half.shape[1], *tensor.shape[2:]),
+                    data=half,
+                )
+                for which, half in halves
+            ]
+            return [pair for part in parts for pair in self._named(part)]
         block = _BLOCK.fullmatch(tensor.name)
         name = self._architecture.layer_name(block[2]) if block else None
         if block is None or name is None:
@@ -159,10 +171,9 @@ class GgufCheckpoint:
             )
         name = f"model.layers.{block[1]}.{name}"
         if "{}" in name:
-            parts = enumerate(tensor.data)
             return [
                 (name.format(i), tensor._replace(shape=tensor.shape[1:], data=part))
-                for i, part in parts
+                for i, part in enumerate(tensor.data)
             ]
         return [(name, tensor)]
 

@@ -231,6 +231,7 @@ CASES: dict[str, Case] = {
         metadata={"logit_scale": 4.0, "attention.sliding_window": 8},
     ),
 }
+CASES["qwen3moe:fused"] = CASES["qwen3moe"]
 
 
 def write(
@@ -296,12 +297,18 @@ def converted(
             values = interleave(values, config.num_key_value_heads)
         expert = re.search(r"\.experts\.(\d+)\.", name)
         if expert:
-            whole = name.replace(expert[0], ".experts.")
-            stacked.setdefault(whole, {})[int(expert[1])] = values
+            among = name.replace(expert[0], ".experts.")
+            stacked.setdefault(among, {})[int(expert[1])] = values
             continue
         yield gguf_name(names, name), np.ascontiguousarray(values)
-    for name, parts in stacked.items():
-        yield gguf_name(names, name), np.stack([parts[i] for i in range(len(parts))])
+    whole = {
+        gguf_name(names, name): np.stack([parts[i] for i in range(len(parts))])
+        for name, parts in stacked.items()
+    }
+    for gate in [name for name in whole if variant == "fused" and "ffn_gate_exps" in name]:
+        both = whole.pop(gate), whole.pop(gate.replace("gate", "up"))
+        whole[gate.replace("gate", "gate_up")] = np.concatenate(both, axis=1)
+    yield from whole.items()
 
 
 def saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -411,14 +418,16 @@ def test_a_model_in_several_files(made: Any, tmp_path: Path) -> None:
         open_checkpoint(first)
 
 
-def test_experts_of_a_quantized_file_are_those_of_the_whole_tensor(made: Any) -> None:
-    model, path = made("qwen3moe", Kind.Q8_0)
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen3moe:fused"])
+def test_experts_of_a_quantized_file_are_those_of_the_whole_tensor(made: Any, name: str) -> None:
+    model, path = made(name, Kind.Q8_0)
     checkpoint, stored = open_checkpoint(path), saved(model)
-    name = "model.layers.1.mlp.experts.2.gate_proj.weight"
-    raw = checkpoint.read(name)
-    got = np.frombuffer(raw.buffer, np.float32).reshape(raw.shape)
-    want = dequantize(quantize(stored[name].numpy(), Kind.Q8_0), Kind.Q8_0)
-    assert np.array_equal(got, want)
+    for which in ("gate", "up"):
+        tensor = f"model.layers.1.mlp.experts.2.{which}_proj.weight"
+        raw = checkpoint.read(tensor)
+        got = np.frombuffer(raw.buffer, np.float32).reshape(raw.shape)
+        want = dequantize(quantize(stored[tensor].numpy(), Kind.Q8_0), Kind.Q8_0)
+        assert np.array_equal(got, want)
 
 
 # Where a block's half-precision factors stand.
