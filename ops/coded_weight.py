@@ -7,7 +7,8 @@ In blocks (`CodedMatrix`), as GGUF files have them:
 Scales and minima are small integers, one for each stretch of k; factors are half floats, one for
 each span of k. The kinds are those of the blocks of GGUF files; offset, stretch and span belong to
 the kind. "int8" has codes q + 128, and of "iq4_nl" and "iq4_xs" a code stands for a number of a
-fixed table instead of for itself.
+fixed table instead of for itself. Of the "zero" kinds the minimum is a group's zero (of 8 bits,
+less 128) and the minimum factor -factor.
 
 In groups (`GroupedMatrix`), as GPTQ, AWQ and compressed-tensors have them:
 
@@ -34,6 +35,7 @@ class CodeShape(NamedTuple):
     span: int
     has_scales: bool
     has_minima: bool
+    has_zeros: bool = False  # minima without factors of their own
 
 
 CODE_SHAPES = {
@@ -47,6 +49,8 @@ CODE_SHAPES = {
     "q5_k": CodeShape(32, 256, has_scales=True, has_minima=True),
     "q6_k": CodeShape(16, 256, has_scales=True, has_minima=False),
     "iq4_xs": CodeShape(32, 256, has_scales=True, has_minima=False),
+    "int4_zero": CodeShape(32, 32, has_scales=False, has_minima=False, has_zeros=True),
+    "int8_zero": CodeShape(32, 32, has_scales=False, has_minima=False, has_zeros=True),
 }
 
 

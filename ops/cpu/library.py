@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "q2_k": 4, "q3_k": 5, "q4_k": 6}
 KINDS |= {"q5_k": 7, "q6_k": 8, "q5_1": 9, "iq4_nl": 10, "iq4_xs": 11}
+KINDS |= {"int4_zero": 12, "int8_zero": 13}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}
 
 _STATUS = {

@@ -63,7 +63,7 @@ def _struct(kind: str, codes: Codes, n: int, k: int) -> structs.Codes:
     """Points into the arrays, which must outlive it."""
     shape = CODE_SHAPES[kind]
     stretches = k // shape.stretch if shape.has_scales else 0
-    minima = stretches if shape.has_minima else 0
+    minima = stretches if shape.has_minima else k // shape.stretch if shape.has_zeros else 0
     minimum_factors = k // shape.span if shape.has_minima else 0
     return structs.Codes(
         _address("codes", codes.codes, (n, k), "uint8"),

@@ -24,7 +24,9 @@ enum LoomKind {
   LOOM_KIND_Q5_1 = 9,
   LOOM_KIND_IQ4_NL = 10,
   LOOM_KIND_IQ4_XS = 11,
-  LOOM_KINDS = 12,
+  LOOM_KIND_INT4_ZERO = 12,
+  LOOM_KIND_INT8_ZERO = 13,
+  LOOM_KINDS = 14,
 };
 
 // See ops/blocks/dense_mlp.py: act_and_mul.

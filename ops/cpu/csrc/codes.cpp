@@ -71,12 +71,14 @@ void get_codes(int bits, const char* lines, int lane, uint8_t* codes) {
 void put_scales(const CodeForm& form, const LoomCodes& c, int64_t span_of_all, int lane, char* out) {
   int stretches = form.span() / form.stretch;
   memcpy(out + 2 * lane, c.factors + span_of_all, 2);
-  if (form.has_minimum()) memcpy(out + 2 * (kPanel + lane), c.minimum_factors + span_of_all, 2);
-  if (!form.has_integers()) return;
+  if (form.has_minimum_factor()) {
+    memcpy(out + 2 * (kPanel + lane), c.minimum_factors + span_of_all, 2);
+  }
   char* integers = out + form.factor_bytes();
   for (int i = 0; i < stretches; i++, integers += form.integer_bytes()) {
-    integers[lane] = char(c.scales[span_of_all * stretches + i]);
-    if (form.has_minimum()) integers[kPanel + lane] = char(c.minima[span_of_all * stretches + i]);
+    int64_t stretch = span_of_all * stretches + i;
+    if (form.has_scales()) integers[lane] = char(c.scales[stretch]);
+    if (form.has_minima()) integers[form.minima_at() + lane] = char(c.minima[stretch]);
   }
 }
 
@@ -120,13 +122,12 @@ void unpack_row(const LoomLinear& layer, int64_t row, float* out) {
     const char* span = scales + g / (form.span() / kGroup) * form.span_bytes();
     for (int i = 0; i < kGroup && g * kGroup + i < layer.k; i++) {
       float scale = half_at(span, lane);
-      float minimum = form.has_minimum() ? half_at(span, kPanel + lane) : 0.0f;
-      if (form.has_integers()) {
-        int64_t stretch = (group_in_span * kGroup + i) / form.stretch;
-        const char* integers = span + form.factor_bytes() + stretch * form.integer_bytes();
-        scale *= float(int8_t(integers[lane]));
-        if (form.has_minimum()) minimum *= float(int8_t(integers[kPanel + lane]));
-      }
+      float minimum = form.has_zero() ? -scale : 0.0f;
+      if (form.has_minimum_factor()) minimum = half_at(span, kPanel + lane);
+      int64_t stretch = (group_in_span * kGroup + i) / form.stretch;
+      const char* integers = span + form.factor_bytes() + stretch * form.integer_bytes();
+      if (form.has_scales()) scale *= float(int8_t(integers[lane]));
+      if (form.has_minima()) minimum *= float(int8_t(integers[form.minima_at() + lane]));
       int code = form.of_table ? kTable[codes[i]] : codes[i] - (form.in_bytes() ? 128 : form.offset);
       out[g * kGroup + i] = scale * float(code) + minimum;
     }

@@ -3,7 +3,9 @@
 //   factor * scale * (code - offset) + minimum factor * minimum
 //
 // where scale and minimum are small integers, or left out, and the factors half floats. The kinds
-// from LOOM_KIND_Q2_K on hold the numbers of the blocks of GGUF files as they are.
+// from LOOM_KIND_Q2_K on hold the numbers of the blocks of GGUF files as they are, the ZERO kinds
+// those of groups with integer zeros: their minimum is the zero (of INT8_ZERO less 128, as its
+// codes) and their minimum factor -factor.
 //
 // A panel has, for each 32 k of its 16 outputs, the codes in planes of 4, 2 and 1 bits (5 bits are
 // a plane of 4 and one of 1): a plane's line of 64 bytes is 16 words, one for each output, and the
@@ -20,6 +22,7 @@ namespace loom {
 enum class Scaling {
   kHalf,               // per 32 k: 16 half factors
   kHalfAndMinimum,     // per 32 k: 16 half factors, 16 half minima
+  kHalfAndZero,        // per 32 k: 16 half factors, 16 int8 zeros
   kIntegers,           // per 256 k: 16 half factors; then per stretch 16 int8 scales
   kIntegersAndMinima,  // per 256 k: 16 half factors, 16 half minimum factors; then per stretch 16
                        // int8 scales, 16 int8 minima
@@ -34,16 +37,20 @@ struct CodeForm {
 
   constexpr bool in_bytes() const { return bits == 8; }
   constexpr bool is_signed() const { return in_bytes() || of_table; }
-  constexpr bool has_minimum() const {
+  constexpr bool has_minimum() const { return has_zero() || has_minimum_factor(); }
+  constexpr bool has_minimum_factor() const {
     return scaling == Scaling::kHalfAndMinimum || scaling == Scaling::kIntegersAndMinima;
   }
-  constexpr bool has_integers() const {
+  constexpr bool has_zero() const { return scaling == Scaling::kHalfAndZero; }
+  constexpr bool has_scales() const {
     return scaling == Scaling::kIntegers || scaling == Scaling::kIntegersAndMinima;
   }
+  constexpr bool has_minima() const { return has_zero() || scaling == Scaling::kIntegersAndMinima; }
   // k that share a factor, and the bytes of their scales.
-  constexpr int span() const { return has_integers() ? 256 : 32; }
-  constexpr int factor_bytes() const { return has_minimum() ? 64 : 32; }
-  constexpr int integer_bytes() const { return !has_integers() ? 0 : has_minimum() ? 32 : 16; }
+  constexpr int span() const { return has_scales() ? 256 : 32; }
+  constexpr int factor_bytes() const { return has_minimum_factor() ? 64 : 32; }
+  constexpr int minima_at() const { return has_scales() ? 16 : 0; }  // behind a stretch's scales
+  constexpr int integer_bytes() const { return minima_at() + (has_minima() ? 16 : 0); }
   constexpr int span_bytes() const {
     return factor_bytes() + span() / stretch * integer_bytes();
   }
@@ -63,6 +70,8 @@ constexpr CodeForm form_of(int kind) {
     case LOOM_KIND_Q6_K: return {6, 16, Scaling::kIntegers, 32};
     case LOOM_KIND_IQ4_NL: return {4, 32, Scaling::kHalf, 0, true};
     case LOOM_KIND_IQ4_XS: return {4, 32, Scaling::kIntegers, 0, true};
+    case LOOM_KIND_INT4_ZERO: return {4, 32, Scaling::kHalfAndZero};
+    case LOOM_KIND_INT8_ZERO: return {8, 32, Scaling::kHalfAndZero};
     default: return {};
   }
 }

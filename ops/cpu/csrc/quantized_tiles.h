@@ -34,13 +34,12 @@ struct Scales {
     constexpr int groups = form.span() / kGroup, parts = kGroup / form.stretch;
     const char* span = scales + g / groups * form.span_bytes();
     scale = load_half((const half*)span);
-    if constexpr (form.has_minimum()) minimum = load_half((const half*)span + kPanel);
-    if constexpr (form.has_integers()) {
-      int64_t at = (g % groups * parts + part) * form.integer_bytes();
-      auto* integers = (const int8_t*)span + form.factor_bytes() + at;
-      scale = scale * load_int8(integers);
-      if constexpr (form.has_minimum()) minimum = minimum * load_int8(integers + kPanel);
-    }
+    if constexpr (form.has_minimum_factor()) minimum = load_half((const half*)span + kPanel);
+    if constexpr (form.has_zero()) minimum = splat(0.0f) - scale;
+    int64_t at = (g % groups * parts + part) * form.integer_bytes();
+    auto* integers = (const int8_t*)span + form.factor_bytes() + at;
+    if constexpr (form.has_scales()) scale = scale * load_int8(integers);
+    if constexpr (form.has_minima()) minimum = minimum * load_int8(integers + form.minima_at());
   }
 };
 

@@ -1,11 +1,7 @@
 """Integers in groups as integers in blocks, which the CPU's kernels have: `ops.coded_weight`.
 
-Blocks have a place for symmetric weights of 4 and 8 bits,
-
-    weight[n, k] = scale[n, k / group] * (code[n, k] - 2^(bits - 1))
-
-where groups are made of 32 neighbours and half floats hold the scales; half the kinds that are
-published. Zeros beside the middle have none: their weights are expanded.
+Blocks have a place for groups made of 32 neighbours whose scales half floats hold: most of what is
+published. Others have none: their weights are expanded.
 """
 
 from __future__ import annotations
@@ -17,6 +13,8 @@ import numpy as np
 from ops.coded_weight import GROUP_OF, CodedMatrix, Codes, GroupedMatrix
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from numpy.typing import NDArray
 
 
@@ -24,20 +22,22 @@ def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
     """The same matrix; None where its numbers have no exact place."""
     if not isinstance(matrix, GroupedMatrix):
         return matrix
-    grouped, bits, scales = matrix, matrix.bits, matrix.scales
-    if grouped.group % GROUP_OF or (grouped.zeros != 2 ** (bits - 1)).any():
-        return None
+    grouped = matrix
     with np.errstate(over="ignore"):
-        factors, lows = scales.astype(np.float16), (scales * -8).astype(np.float16)
-    if (factors != scales).any() or (bits == 4 and (lows != scales * -8).any()):
+        factors = grouped.scales.astype(np.float16)
+    if grouped.group % GROUP_OF or (factors != grouped.scales).any():
         return None
+    kind, zeros = "int4_zero", grouped.zeros.view(np.int8)
+    if grouped.bits == 8:
+        zeros = (grouped.zeros ^ np.uint8(128)).view(np.int8)
+        kind = "int8_zero" if zeros.any() else "int8"
 
-    def spread(values: NDArray[np.float16], first: int, last: int) -> NDArray[np.float16]:
+    def spread(values: NDArray[Any], first: int, last: int) -> NDArray[Any]:
         return values[first:last].repeat(grouped.group // GROUP_OF, 1)
 
     def piece(first: int, last: int) -> Codes:
         codes = np.ascontiguousarray(grouped.read(first, last), np.uint8)
-        minimum_factors = spread(lows, first, last) if bits == 4 else None
-        return Codes(codes, spread(factors, first, last), minimum_factors=minimum_factors)
+        minima = None if kind == "int8" else spread(zeros, first, last)
+        return Codes(codes, spread(factors, first, last), minima=minima)
 
-    return CodedMatrix("int4" if bits == 4 else "int8", matrix.n, matrix.k, piece)
+    return CodedMatrix(kind, grouped.n, grouped.k, piece)

@@ -1,5 +1,5 @@
 """Weights of integers in the kernels: every type of GGUF's blocks, compared with the `gguf`
-package's values.
+package's values, and groups with zeros, compared with their formula.
 
 The blocks are random bytes, so that every code, scale and minimum occurs.
 """
@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from ops.coded_weight import CodedMatrix, CodedWeight
+from ops.coded_weight import CodedMatrix, CodedWeight, Codes
 from ops.cpu import native_codes
 from ops.op_set import Expert, PackedEmbedding
 from runtime.checkpoints.gguf_codes import code_kind, read_codes
@@ -44,7 +44,9 @@ TYPES = {
     Kind.IQ4_NL: [0],
     Kind.IQ4_XS: [0],
 }
-by_type = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+LARGEST = {"int4_zero": 15, "int8_zero": 255}  # codes and zeros
+ALL_TYPES = (*TYPES, *LARGEST)
+by_type = pytest.mark.parametrize("kind", ALL_TYPES, ids=lambda kind: getattr(kind, "name", kind))
 
 
 def random_blocks(kind: Kind, n: int, k: int, seed: int = 0, spread: float = 0.01) -> NDArray[Any]:
@@ -58,13 +60,42 @@ def random_blocks(kind: Kind, n: int, k: int, seed: int = 0, spread: float = 0.0
     return blocks.reshape(n, -1)
 
 
-def coded(kind: Kind, n: int, k: int, seed: int = 0) -> tuple[CodedMatrix, Tensor]:
-    """A matrix of random blocks, and its values by the package."""
+def coded(
+    kind: Kind | str, n: int, k: int, seed: int = 0, *, ends: bool = False
+) -> tuple[CodedMatrix, Tensor]:
+    """A matrix of random numbers, and its values.
+
+    Args: ends: codes at the ends of their range, and factors of 1.
+    """
+    if isinstance(kind, str):
+        return grouped(kind, n, k, seed, ends=ends)
     rows = random_blocks(kind, n, k, seed)
+    if ends:
+        rows[rows < 85], rows[rows > 170] = 0, 255
+        blocks = rows.reshape(n, -1, GGML_QUANT_SIZES[kind][1])
+        for at in TYPES[kind]:
+            blocks[..., at : at + 2] = np.array([0, 0x3C], np.uint8)  # 1
     name = code_kind(kind)
     assert name is not None
     matrix = CodedMatrix(name, n, k, lambda first, last: read_codes(kind, rows[first:last]))
     return matrix, torch.from_numpy(dequantize(rows, kind))
+
+
+def grouped(kind: str, n: int, k: int, seed: int, *, ends: bool) -> tuple[CodedMatrix, Tensor]:
+    """Groups of 32 with zeros: scale * (code - zero)."""
+    rand, top = np.random.default_rng(seed), LARGEST[kind]
+    codes, zeros = rand.integers(0, top + 1, (n, k)), rand.integers(0, top + 1, (n, k // 32))
+    factors = (rand.standard_normal(zeros.shape) * 0.01).astype(np.float16)
+    if ends:
+        codes, zeros, factors = codes // 8 % 2 * top, zeros // 8 % 2 * top, factors**0
+    minima = (zeros - (128 if top == 255 else 0)).astype(np.int8)
+
+    def read(first: int, last: int) -> Codes:
+        rows = slice(first, last)
+        return Codes(codes.astype(np.uint8)[rows], factors[rows], minima=minima[rows])
+
+    values = factors.repeat(32, 1).astype(np.float32) * (codes - zeros.repeat(32, 1))
+    return CodedMatrix(kind, n, k, read), torch.from_numpy(values.astype(np.float32))
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -77,7 +108,7 @@ def rounded(x: Tensor) -> Tensor:
 
 @by_type
 def test_packed_values_are_the_packages_to_the_bit(
-    native: NativeOps, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    native: NativeOps, kind: Kind | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_codes, "_PIECE", 768 * 32)  # in more than one piece
     matrix, values = coded(kind, 70, 768)
@@ -93,7 +124,7 @@ def test_packed_values_are_the_packages_to_the_bit(
 
 @by_type
 def test_the_product_is_that_of_the_values_and_the_rounded_input(
-    native: NativeOps, kind: Kind
+    native: NativeOps, kind: Kind | str
 ) -> None:
     matrix, values = coded(kind, 50, 512)
     bias = torch.randn(50, generator=generator(2))
@@ -108,17 +139,10 @@ def test_the_product_is_that_of_the_values_and_the_rounded_input(
 
 
 @by_type
-def test_the_largest_integers_add_up_exactly(native: NativeOps, kind: Kind) -> None:
+def test_the_largest_integers_add_up_exactly(native: NativeOps, kind: Kind | str) -> None:
     """Codes and inputs at the ends of their ranges, which no smaller sum than int32 holds: with
     factors of 1 all values are integers, and so is the result."""
-    rows = random_blocks(kind, 40, 512, seed=5)
-    rows[rows < 85], rows[rows > 170] = 0, 255
-    blocks = rows.reshape(40, -1, GGML_QUANT_SIZES[kind][1])
-    for at in TYPES[kind]:
-        blocks[..., at : at + 2] = np.array([0, 0x3C], np.uint8)  # 1
-    matrix, values = coded(kind, 40, 512)
-    matrix = replace(matrix, read=lambda first, last: read_codes(kind, rows[first:last]))
-    values = torch.from_numpy(dequantize(rows, kind))
+    matrix, values = coded(kind, 40, 512, seed=5, ends=True)
     x = torch.where(torch.rand(5, 512, generator=generator()) < 0.5, -127.0, 127.0)
     x[0] = 127.0
     got = native.linear(x, native.pack_linear(CodedWeight((matrix,))))
@@ -163,7 +187,9 @@ def test_experts_with_parts_equal_those_one_by_one(native: NativeOps) -> None:
 
 @pytest.mark.slow
 @by_type
-def test_every_path_and_number_of_threads_gives_the_same_bits(best: NativeOps, kind: Kind) -> None:
+def test_every_path_and_number_of_threads_gives_the_same_bits(
+    best: NativeOps, kind: Kind | str
+) -> None:
     matrix, _ = coded(kind, 70, 512)
     x = torch.randn(13, 512, generator=generator())
     x[3, 40], x[4] = float("inf"), 0.0

@@ -189,6 +189,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Packed], dict[str, Any]]]
         pack_gptq,
         {"bits": 4, "form": "gptq", "ordered": False, "symmetric": True},
     ),
+    "gptq-8": ({**GPTQ, "bits": 8}, pack_gptq, {"bits": 8, "form": "gptq", "ordered": False}),
     "gptq-8-symmetric": (
         {**GPTQ, "bits": 8, "sym": True},
         pack_gptq,
@@ -289,15 +290,21 @@ def test_logits_are_those_of_the_float_model_of_the_stored_values(
 
 # Those that are kept as they are, in panels of these kinds.
 KEPT = {
-    "gptq-4-symmetric": "int4",
+    "gptq-4": "int4_zero",
+    "gptq-4-no-index": "int4_zero",
+    "gptq-4-symmetric": "int4_zero",
+    "gptq-8": "int8_zero",
     "gptq-8-symmetric": "int8",
-    "w4a16": "int4",
+    "awq": "int4_zero",
+    "w4a16": "int4_zero",
+    "w4a16-zeros": "int4_zero",
     "w8a8": "int8",
+    "w8a8-zeros": "int8_zero",
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_symmetric_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> None:
     _, expected = write_quantized(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     for weight, values in expected.items():
@@ -308,14 +315,11 @@ def test_symmetric_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> No
         assert (matrix.n, matrix.k) == values.shape
         for first, last in ((0, 16), (16, matrix.n)):
             codes = matrix.read(first, last)
-            whole = torch.from_numpy(codes.codes).float() - 128 * (matrix.kind == "int8")
+            whole = torch.from_numpy(codes.codes).float() - 128 * matrix.kind.startswith("int8")
+            if codes.minima is not None:
+                whole -= torch.from_numpy(codes.minima).float().repeat_interleave(32, 1)
             got = whole * torch.from_numpy(codes.factors).float().repeat_interleave(32, 1)
-            if codes.minimum_factors is not None:
-                got += torch.from_numpy(codes.minimum_factors).float().repeat_interleave(32, 1)
             assert torch.equal(got, values[first:last].float())
-
-
-GROUPED = {*KEPT, "gptq-4", "gptq-4-no-index", "awq", "w8a8-zeros", "w4a16-zeros"}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -324,7 +328,7 @@ def test_integers_of_neighbouring_groups_are_told_to_the_bit(name: str, tmp_path
     checkpoint = open_checkpoint(tmp_path)
     for weight, values in expected.items():
         matrix = checkpoint.coded(weight)
-        assert isinstance(matrix, GroupedMatrix) == (name in GROUPED)
+        assert isinstance(matrix, GroupedMatrix) == (name in KEPT)
         if not isinstance(matrix, GroupedMatrix):
             continue
         assert (matrix.n, matrix.k) == values.shape

@@ -26,7 +26,7 @@ from ops.reference import ReferenceOps
 from tests.missing import missing
 from tests.ops.cpu.cases import generator, paged_batch, prefill_step, tiny_model
 from tests.ops.cpu.conftest import open_ops
-from tests.ops.cpu.test_native_codes import TYPES, coded
+from tests.ops.cpu.test_native_codes import ALL_TYPES, coded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +125,7 @@ def test_linear_layers_give_the_bits_of_avx2(path, harness, avx2):
 
 def test_weights_of_integers_give_the_bits_of_avx2(harness, avx2):
     commands, want = [], []
-    for kind in TYPES:
+    for kind in ALL_TYPES:
         matrix, values = coded(kind, 37, 512)
         numbers_of = matrix.read(0, 37)
         arrays = (numbers_of.scales, numbers_of.minima, numbers_of.factors)
