@@ -107,6 +107,7 @@ class GroupedMatrix:
         bits: of a code, 4 or 8.
         scales: [n, k / group] float32. zeros: alike, uint8.
         read: unsigned codes [rows, k] of rows first to last - 1; called in any order.
+        floats: codes are bytes of e4m3 floats, and zeros are 0.
     """
 
     bits: int
@@ -115,6 +116,11 @@ class GroupedMatrix:
     scales: NDArray[Any]
     zeros: NDArray[Any]
     read: Callable[[int, int], NDArray[Any]]
+    floats: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "fp8" if self.floats else f"int{self.bits}"
 
     @property
     def group(self) -> int:

@@ -224,7 +224,7 @@ class GroupedWeight:
     `ops.coded_weight.GroupedMatrix` reads.
 
     Args:
-        bits: of a code, 4 or 8. codes: [N, K] uint8.
+        bits: of a code, 4 or 8. codes: [N, K] uint8; with `floats` bytes of e4m3, none of them NaN.
         scales: [N, groups] float32. zeros: alike, uint8; None: all are 2^(bits - 1). Where there
             are zeros, the last 8 bits of a scale are 0, as those of all 16-bit floats are.
     """
@@ -233,6 +233,7 @@ class GroupedWeight:
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
+    floats: bool = False
 
     def first_rows(self, count: int) -> GroupedWeight:
         zeros = None if self.zeros is None else self.zeros[:count]

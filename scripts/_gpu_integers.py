@@ -1,5 +1,5 @@
-"""Linear layers of integers in groups, at a Llama-3.1-8B's shapes: right, the same alone, and how
-fast beside the same layers in the device's own type."""
+"""Linear layers of integers and 8-bit floats in groups, at a Llama-3.1-8B's shapes: right, the same
+alone, and how fast beside the same layers in the device's own type."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ _GROUP = 128
 _LAYER = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))  # qkv, o, gate and up, down
 
 
-def _weight(device: Device, n: int, k: int, bits: int, group: int, zeros: bool) -> GroupedWeight:
-    """Random integers, whose values have the variance 1 / k."""
+def _weight(device: Device, n: int, k: int, kind: str, group: int, zeros: bool) -> GroupedWeight:
+    """Random codes, whose values have a variance near 1 / k."""
+    bits, floats = (4 if kind == "int4" else 8), kind == "fp8"
     where: dict[str, Any] = {"device": device.torch_device}
     codes, stored = (
         torch.randint(0, 2**bits, (n, count), dtype=torch.uint8, **where)
         for count in (k, k // group)
     )
     scales = (torch.rand(n, k // group, **where) + 0.5) * (k**-0.5 * 4 / 2**bits)
-    return GroupedWeight(bits, codes, scales.half().float(), stored if zeros else None)
+    if floats:
+        codes.remainder_(112)  # the finite positive ones up to 128
+    return GroupedWeight(bits, codes, scales.half().float(), stored if zeros else None, floats)
 
 
 def _packed(device: Device, weight: Any) -> Any:
@@ -43,6 +46,9 @@ def _packed(device: Device, weight: Any) -> Any:
 
 def _values(weight: GroupedWeight) -> Tensor:
     group = weight.codes.shape[1] // weight.scales.shape[1]
+    if weight.floats:
+        values = weight.codes.view(torch.float8_e4m3fn).float()
+        return weight.scales.repeat_interleave(group, 1) * values
     zeros = torch.full_like(weight.scales, 2 ** (weight.bits - 1))
     if weight.zeros is not None:
         zeros = weight.zeros.float()
@@ -54,10 +60,10 @@ def check_integers(device: Device, *, tiny: bool) -> Iterator[Check]:
     """Against the values in float32, and to the bit for a token among many, among few and alone."""
     n, k, group = (40, 544, 32) if tiny else (4096, 4096, _GROUP)
     limit = TOLERANCE[device.dtype]
-    for bits in (4, 8):
-        for zeros in (False, True):
-            name = f"int{bits} layer{' with zeros' if zeros else ''}"
-            weight = _weight(device, n, k, bits, group, zeros)
+    for kind in ("int4", "int8", "fp8"):
+        for zeros in (False, True) if kind != "fp8" else (False,):
+            name = f"{kind} layer{' with zeros' if zeros else ''}"
+            weight = _weight(device, n, k, kind, group, zeros)
             packed = _packed(device, weight)
             x = torch.randn(20 if tiny else 300, k, device=device.torch_device).to(device.dtype)
             together = device.ops.linear(x, packed)
@@ -69,17 +75,19 @@ def check_integers(device: Device, *, tiny: bool) -> Iterator[Check]:
             yield Check(f"{name}: the same in any step", all(same), detail)
 
 
-def integer_rates(device: Device, limits: Limits, *, tiny: bool) -> list[dict[str, float]]:
-    """Microseconds of a layer's four products against tokens and bits, beside those of its bytes
+def integer_rates(device: Device, limits: Limits, *, tiny: bool) -> list[dict[str, float | str]]:
+    """Microseconds of a layer's four products against tokens and kinds, beside those of its bytes
     and FLOPs, and beside the same in the device's type (`float_us`)."""
     shapes, group = (((64, 96),), 32) if tiny else (_LAYER, _GROUP)
     where: dict[str, Any] = {"device": device.torch_device, "dtype": device.dtype}
     floats = [torch.randn(n, k, **where) for n, k in shapes]
     packed = {
-        bits: [_packed(device, _weight(device, n, k, bits, group, True)) for n, k in shapes]
-        for bits in (4, 8)
+        kind: [
+            _packed(device, _weight(device, n, k, kind, group, kind != "fp8")) for n, k in shapes
+        ]
+        for kind in ("int4", "int8", "fp8")
     }
-    results = []
+    results: list[dict[str, float | str]] = []
     for tokens in (3,) if tiny else (1, 16, 64, 256, 4096):
         inputs = [torch.randn(tokens, k, **where) for _, k in shapes]
 
@@ -89,14 +97,14 @@ def integer_rates(device: Device, limits: Limits, *, tiny: bool) -> list[dict[st
             return last
 
         float_s = call_seconds(device, partial(layer, F.linear, floats), 1)
-        for bits, layers in packed.items():
+        for kind, layers in packed.items():
             seconds = call_seconds(device, partial(layer, device.ops.linear, layers), 1)
             read = sum(one.codes.nbytes + one.scales.nbytes for one in layers)
             flops = 2 * tokens * sum(n * k for n, k in shapes)
             results.append(
                 {
                     "tokens": tokens,
-                    "bits": bits,
+                    "kind": kind,
                     "us": 1e6 * seconds,
                     "byte_floor_us": 1e6 * read / limits.copy_bytes_per_s,
                     "flop_floor_us": 1e6 * flops / limits.matmul_flops,

@@ -500,6 +500,14 @@ PLANTS = [
     ),
     *_planted(
         "kernels",
+        "ops/gpu/coded_linear.py",
+        ("(both >> 4) & 15 if half else", "(both >> 4) & 15 if not half else"),
+        ("word = word & -256", "word = word & -128"),
+        ("tl.minimum(begin + SPLIT, k)", "begin + SPLIT"),
+        ("row += tl.program_id(2).to(tl.int64) * num_tokens", "pass"),
+    ),
+    *_planted(
+        "kernels",
         "ops/gpu/store_kv.py",
         ("if slot < 0:", "if slot < -1:"),
     ),

@@ -201,9 +201,9 @@ def table(results: dict[str, Any]) -> str:
             for row in results["experts"]
         ),
         "",
-        "layer of integers    tokens  bits      us   bytes, us   FLOPs, us   floats, us",
+        "layer of codes       tokens  kind      us   bytes, us   FLOPs, us   floats, us",
         *(
-            f"{row['tokens']:27d} {row['bits']:5d} {row['us']:7.1f} {row['byte_floor_us']:11.1f}"
+            f"{row['tokens']:27d} {row['kind']:>5} {row['us']:7.1f} {row['byte_floor_us']:11.1f}"
             f" {row['flop_floor_us']:11.1f} {row['float_us']:12.1f}"
             for row in results["integers"]
         ),

@@ -1,10 +1,11 @@
-"""Linear layers whose weights are integers of 4 or 8 bits in groups: `ops.coded_weight`.
+"""Linear layers whose weights are integers of 4 or 8 bits, or 8-bit floats, in groups:
+`ops.coded_weight`.
 
 Decisions:
 
-- The integers less their zero are exact in every type of x, so a product takes them as they are,
-  and its float32 sum over a group is multiplied by the group's scale. Nothing is rounded that the
-  float model of the same values does not round, and a weight costs no multiplication.
+- The integers less their zero, and the floats, are exact in every type of x, so a product takes
+  them as they are, and its float32 sum over a group is multiplied by the group's scale. Nothing is
+  rounded that the float model of the same values does not round.
 - Of two integers of 4 bits in a byte, the low one stands `piece` inputs before the high one: both
   halves of a byte are whole tiles, and none is taken apart and put together.
 - Weights are the left operand, for a Hopper's tensor cores take that one from registers, where
@@ -47,7 +48,7 @@ class CodedLinear:
     """A packed layer, or the layers of all experts with E before each shape.
 
     Args:
-        codes: [N, K * bits / 8] int8, less 128 where they have 8 bits.
+        codes: [N, K * bits / 8] int8: integers of 4 bits, of 8 less 128, or with `floats` e4m3.
         scales: [groups, N] int32, the bits of float32. zeros: their last 8 are the groups' zeros,
             as codes are; else all zeros are in the middle.
         n: outputs, the first of N.
@@ -58,14 +59,24 @@ class CodedLinear:
     bias: Tensor | None
     bits: int
     zeros: bool
+    floats: bool
     n: int
 
 
 @triton.jit
-def _floats(codes, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Codes as floats; those of 4 bits too large by the same number each in 16-bit types, of which
-    they are the last bits: a conversion would take four times as long."""
-    if BITS == 4 and dtype == tl.bfloat16:
+def _values(codes, dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr):
+    """Codes as floats; integers of 4 bits too large by the same number each in 16-bit types, of
+    which they are the last bits: a conversion would take four times as long."""
+    if FLOATS:
+        # Exponent and mantissa stay, under another bias: 15 or 127 instead of 7.
+        bits = codes.to(tl.int16)
+        sign = bits & -32768
+        if dtype == tl.bfloat16:
+            wide = (sign | ((bits & 127) << 4)).to(dtype, bitcast=True) * 1.329227995784916e36
+        else:
+            wide = (sign | ((bits & 127) << 7)).to(tl.float16, bitcast=True).to(dtype) * 256.0
+        wide = wide.to(dtype)
+    elif BITS == 4 and dtype == tl.bfloat16:
         wide = (codes.to(tl.int16) | 0x4300).to(dtype, bitcast=True)
     elif BITS == 4 and dtype == tl.float16:
         wide = (codes.to(tl.int16) | 0x6400).to(dtype, bitcast=True)
@@ -77,8 +88,8 @@ def _floats(codes, dtype: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def coded_product(
     x_at, live, codes, scales, column, n, begin, end, row_bytes, scale_stride,
-    BITS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """What inputs begin to end - 1 add to outputs `column` of some tokens, [BLOCK_N, BLOCK_M]
     float32. x_at: [BLOCK_M] pointers to the tokens' inputs, of which those `live` are read."""
@@ -95,7 +106,7 @@ def coded_product(
             word = word & -256
         else:
             zero = tl.full(word.shape, 8 if BITS == 4 else 0, tl.int8)
-        none = _floats(zero, dtype, BITS)[:, None]
+        none = _values(zero, dtype, BITS, FLOATS)[:, None]
         part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if BITS == 4:
             both = tl.load(codes_at + start // 2, mask=there[:, None], other=0)
@@ -104,7 +115,9 @@ def coded_product(
                 code = (both >> 4) & 15 if half else both & 15
             else:
                 code = tl.load(codes_at + start + half * PIECE, mask=there[:, None], other=0)
-            wide = _floats(code, dtype, BITS) - none
+            wide = _values(code, dtype, BITS, FLOATS)
+            if HAS_ZEROS or BITS == 4:
+                wide -= none
             a = tl.load(x_at + start + half * PIECE, mask=live[None, :], other=0.0)
             part = tl.dot(wide, a, part, input_precision="ieee")
         acc += part * word.to(tl.float32, bitcast=True)[:, None]
@@ -114,8 +127,8 @@ def coded_product(
 @step_kernel("num_tokens")
 def _coded_linear_kernel(
     x, codes, scales, bias, out, num_tokens, n, k, x_stride, row_bytes, scale_stride,
-    SPLIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, APART: tl.constexpr,
+    SPLIT: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr,
+    PIECE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, APART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of BLOCK_M tokens. Grid (cdiv(T, BLOCK_M), cdiv(N, BLOCK_N)), where splits
@@ -133,7 +146,7 @@ def _coded_linear_kernel(
         acc += coded_product(
             x + token * x_stride, live, codes, scales, column, n, begin,
             tl.minimum(begin + SPLIT, k), row_bytes, scale_stride,
-            BITS, GROUP, PIECE, HAS_ZEROS, BLOCK_M, BLOCK_N,
+            BITS, FLOATS, GROUP, PIECE, HAS_ZEROS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[:, None]
@@ -164,7 +177,7 @@ def _add_splits_kernel(
 def coded_tile(few: bool, itemsize: int, chip: Chip) -> Tile:
     """The compiled shape for few tokens or for many, outputs as block_n."""
     if itemsize == 4:
-        return Tile(_FEW_TOKENS, 32, 4, 1)
+        return Tile(_FEW_TOKENS, 32, 4, 2)
     if few:
         return Tile(_FEW_TOKENS, _FEW_OUTPUTS, 4, 2 if chip.amd else 4)
     if chip.amd:
@@ -184,7 +197,8 @@ def split_of(n: int, k: int, chunk: int) -> int:
 
 
 def _linear(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, bits: int, zeros: bool, n: int
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, bits: int, zeros: bool,
+    floats: bool, n: int,
 ) -> Tensor:  # fmt: skip
     tokens, k = x.shape
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
@@ -199,7 +213,7 @@ def _linear(
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(n, tile.block_n), splits if apart else 1)
     _coded_linear_kernel[grid](
         x, codes, scales, bias, target, tokens, n, k, x.stride(0), codes.stride(0),
-        scales.stride(0), SPLIT=split, BITS=bits, GROUP=group, PIECE=piece,
+        scales.stride(0), SPLIT=split, BITS=bits, FLOATS=floats, GROUP=group, PIECE=piece,
         HAS_ZEROS=zeros, HAS_BIAS=bias is not None and not apart, APART=apart,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -213,9 +227,9 @@ def _linear(
 
 _linear_op = register(
     "coded_linear(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int bits, bool zeros, "
-    "int n) -> Tensor",
+    "bool floats, int n) -> Tensor",
     _linear,
-    lambda x, codes, scales, bias, bits, zeros, n: x.new_empty((x.shape[0], n)),
+    lambda x, codes, scales, bias, bits, zeros, floats, n: x.new_empty((x.shape[0], n)),
 )
 
 
@@ -228,7 +242,7 @@ def coded_linear(x: Tensor, packed: CodedLinear) -> Tensor:
     the weights as floats.
     """
     p = packed
-    out: Tensor = _linear_op(x, p.codes, p.scales, p.bias, p.bits, p.zeros, p.n)
+    out: Tensor = _linear_op(x, p.codes, p.scales, p.bias, p.bits, p.zeros, p.floats, p.n)
     return out
 
 
@@ -236,14 +250,18 @@ def pack(weight: GroupedWeight, bias: Tensor | None) -> CodedLinear:
     """The layer as the kernels read it."""
     n, k = weight.codes.shape
     piece = piece_of(k // weight.scales.shape[1])
-    codes, scales = _as_kept(weight.codes, weight.bits), weight.scales.view(torch.int32)
+    codes = weight.codes.view(torch.int8)
+    if not weight.floats:
+        codes = _as_kept(weight.codes, weight.bits)
+    scales = weight.scales.view(torch.int32)
     if weight.bits == 4:
         low, high = codes.view(n, -1, 2, piece).unbind(2)
         codes = (low | high << 4).flatten(1)
     if weight.zeros is not None:
         scales = scales | _as_kept(weight.zeros, weight.bits).view(torch.uint8)
     has_zeros = weight.zeros is not None
-    return CodedLinear(codes, scales.t().contiguous(), bias, weight.bits, has_zeros, n)
+    scales = scales.t().contiguous()
+    return CodedLinear(codes, scales, bias, weight.bits, has_zeros, weight.floats, n)
 
 
 def _as_kept(codes: Tensor, bits: int) -> Tensor:
@@ -261,7 +279,9 @@ def unpacked_rows(ids: Tensor, packed: CodedLinear) -> Tensor:
     if packed.zeros:
         zeros = (words & 255).to(torch.int8)
         words = words & -256
-    wide = codes.unflatten(1, (groups, -1)).float() - zeros[..., None]
+    if packed.floats:
+        codes = codes.view(torch.float8_e4m3fn)
+    wide = codes.float().unflatten(1, (groups, -1)) - zeros[..., None]
     values: Tensor = wide * words.contiguous().view(torch.float32)[..., None]
     return values.flatten(1)
 

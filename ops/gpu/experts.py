@@ -54,7 +54,7 @@ def _expert_of_tile(starts, num_experts, tile, BLOCK_M: tl.constexpr):
 def _grouped_linear_kernel(
     x, weight, scales, bias, out, order, starts, num_experts, n, k, x_stride, top_k, groups,
     SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BITS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr,
+    FLOATS: tl.constexpr, HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of one tile of an expert's rows. Grid (T * k // BLOCK_M + E, cdiv(N,
@@ -80,7 +80,7 @@ def _grouped_linear_kernel(
             coded_product(
                 x_at, live, weight + of_expert * row_bytes, scales + at, column, n, 0, k,
                 row_bytes, n,
-                BITS, GROUP, BLOCK_K, HAS_ZEROS, BLOCK_M, BLOCK_N,
+                BITS, FLOATS, GROUP, BLOCK_K, HAS_ZEROS, BLOCK_M, BLOCK_N,
             )
         )  # fmt: skip
     else:
@@ -132,7 +132,7 @@ def experts_tile(itemsize: int, chip: Chip) -> tuple[Tile, int]:
 
 def _grouped_linear(
     x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, order: Tensor,
-    starts: Tensor, bits: int, zeros: bool, top_k: int, scatter: bool,
+    starts: Tensor, bits: int, zeros: bool, floats: bool, top_k: int, scatter: bool,
 ) -> Tensor:  # fmt: skip
     """bits: 0 where the weight has x's type, and no scales."""
     (experts, n), k = weight.shape[:2], x.shape[1]
@@ -148,7 +148,7 @@ def _grouped_linear(
     _grouped_linear_kernel[grid](
         x, weight, scales, bias, out, order, starts, experts, n, k, x.stride(0), top_k,
         groups, SCATTER=scatter, HAS_BIAS=bias is not None, EVEN_K=k % block_k == 0,
-        BITS=bits, HAS_ZEROS=zeros, GROUP=k // groups,
+        BITS=bits, FLOATS=floats, HAS_ZEROS=zeros, GROUP=k // groups,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -168,7 +168,7 @@ def _combine(each: Tensor, weights: Tensor) -> Tensor:
 
 _grouped_linear_op = register(
     "grouped_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor order, "
-    "Tensor starts, int bits, bool zeros, int top_k, bool scatter) -> Tensor",
+    "Tensor starts, int bits, bool zeros, bool floats, int top_k, bool scatter) -> Tensor",
     _grouped_linear,
     lambda x, weight, scales, bias, order, *_: x.new_empty((order.shape[0], weight.shape[1])),
 )
@@ -200,11 +200,12 @@ def _product(
     x: Tensor, weight: Any, bias: Tensor | None, order: Tensor, starts: Tensor, top_k: int,
     scatter: bool,
 ) -> Tensor:  # fmt: skip
-    scales, bits, zeros = None, 0, False
+    scales, bits, zeros, floats = None, 0, False, False
     if isinstance(weight, CodedLinear):
-        scales, bits, zeros, weight = weight.scales, weight.bits, weight.zeros, weight.codes
+        scales, bits, zeros = weight.scales, weight.bits, weight.zeros
+        floats, weight = weight.floats, weight.codes
     out: Tensor = _grouped_linear_op(
-        x, weight, scales, bias, order, starts, bits, zeros, top_k, scatter
+        x, weight, scales, bias, order, starts, bits, zeros, floats, top_k, scatter
     )
     return out
 

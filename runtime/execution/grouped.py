@@ -24,12 +24,12 @@ def grouped_weight(
     """Matrices one below the other; None where they are not all in groups of one kind, or of one
     that no op set has a place for."""
     parts = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
-    if len(parts) < len(matrices) or len({(part.bits, part.group) for part in parts}) != 1:
+    if len(parts) < len(matrices) or len({(part.kind, part.group) for part in parts}) != 1:
         return None
-    bits, group, k = parts[0].bits, parts[0].group, parts[0].k
+    bits, group, k, floats = parts[0].bits, parts[0].group, parts[0].k, parts[0].floats
     scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
     zeros = np.concatenate([part.zeros for part in parts])
-    symmetric = bool((zeros == 1 << (bits - 1)).all())
+    symmetric = floats or bool((zeros == 1 << (bits - 1)).all())
     if group % GROUP_OF or not (symmetric or not (scales.view(np.uint32) & 255).any()):
         return None
     codes = torch.empty((len(scales), k), dtype=torch.uint8, device=device)
@@ -37,10 +37,13 @@ def grouped_weight(
         for first in range(0, part.n, _ROWS):
             last = min(first + _ROWS, part.n)
             read = np.ascontiguousarray(part.read(first, last), np.uint8)
+            if floats and (read & 127 == 127).any():  # NaN, which kernels take for a number
+                return None
             rows[first:last].copy_(torch.from_numpy(read))
     return GroupedWeight(
         bits,
         codes,
         torch.from_numpy(scales).to(device),
         None if symmetric else torch.from_numpy(zeros).to(device),
+        floats,
     )

@@ -42,14 +42,14 @@ class StoredWeights:
         form: the quantization whose values they are; None: of none.
         shapes: [n, k] of the linear layers of its first layers.
         kinds: of `ops.coded_weight`, of the matrices that the file holds as integers.
-        group_bits: of the codes of those that it holds in groups.
+        group_kinds: of those that it holds in groups.
     """
 
     dtype: torch.dtype
     form: str | None = None
     shapes: tuple[tuple[int, int], ...] = ()
     kinds: tuple[str, ...] = ()
-    group_bits: tuple[int, ...] = ()
+    group_kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,9 @@ def choose_form(
 
 def group_form(config: RunnerConfig, stored: StoredWeights) -> WeightForm:
     """The form of a GPU's weights; without words where there is no choice."""
-    if not stored.group_bits or config.quantization == "none":
+    if not stored.group_kinds or config.quantization == "none":
         return WeightForm(None, "")
-    kinds = ", ".join(f"int{bits}" for bits in stored.group_bits)
+    kinds = ", ".join(stored.group_kinds)
     return WeightForm(None, f"{kinds} in groups, as the checkpoint has them", True)
 
 

@@ -106,6 +106,7 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         "sample top-p",
         "experts of a token alone",
         "int4 layer with zeros: the same in any step",
+        "fp8 layer",
         "sample greedy with bias, penalties, bans and masks",
         "graph of 32 tokens replays 1 decode rows",
         "build_runner: starts",
@@ -116,7 +117,7 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         assert part in verdicts
     assert {row["op"] for row in results["ops"]} >= {"rms_norm", "rotary", "sample greedy"}
     assert [row["tokens"] for row in results["experts"]] == [3]
-    assert [row["bits"] for row in results["integers"]] == [4, 8]
+    assert [row["kind"] for row in results["integers"]] == ["int4", "int8", "fp8"]
     measured = results["models"]["tiny"]
     assert [row["batch"] for row in measured["decode"]] == [1, 2, 4]
     assert measured["rows_that_pay"] in (1, 2, 4)

@@ -166,9 +166,11 @@ def _packed_codes(
 def _plain_codes(
     reader: Reader, stem: str, shape: tuple[int, int], block: tuple[int, int] | None
 ) -> GroupedMatrix | None:
-    """Bytes with a scale for the whole or for each row."""
+    """Integers with a scale for the whole or for each row, or floats."""
     name, zero = f"{stem}.weight", f"{stem}.weight_zero_point"
-    if block or reader.names[name].dtype != "int8":
+    if reader.names[name].dtype != "int8":
+        return float_codes(reader, name, f"{stem}.weight_scale", shape, block)
+    if block:
         return None
     scales = reader.floats(f"{stem}.weight_scale")
     zeros = reader.integers(zero, "int8") if zero in reader.names else np.zeros(1, np.int8)
@@ -199,8 +201,40 @@ def spread(
     Args:
         block: its size, where that is known; else blocks must divide the shape.
     """
+    rows, width = _scales_of_rows(reader, name, scales, shape, block)
+    return rows.repeat(width, 1)[:, : shape[1]]
+
+
+def float_codes(
+    reader: Reader, name: str, scale: str, shape: tuple[int, int], block: tuple[int, int] | None
+) -> GroupedMatrix | None:
+    """A weight of 8-bit floats, of which one kind has a place; scales and blocks as in `spread`."""
+    if reader.names[name].dtype != "float8_e4m3fn":
+        return None
+    rows, width = _scales_of_rows(reader, scale, reader.floats(scale), shape, block)
+    groups = rows.shape[1]
+    if groups > 1 and groups * width != shape[1]:
+        return None
+    return GroupedMatrix(
+        8,
+        *shape,
+        np.broadcast_to(rows, (shape[0], groups)),
+        np.zeros((shape[0], groups), np.uint8),
+        lambda first, last: reader.integers(name, "float8_e4m3fn")[first:last],
+        floats=True,
+    )
+
+
+def _scales_of_rows(
+    reader: Reader,
+    name: str,
+    scales: Floats,
+    shape: tuple[int, int],
+    block: tuple[int, int] | None,
+) -> tuple[Floats, int]:
+    """Scales of each row's stretches, or of all rows', and the length of a stretch."""
     if scales.size == 1:
-        return scales.reshape(1, 1)
+        return scales.reshape(1, 1), shape[1]
     if scales.ndim == 1:
         scales = scales[:, None]
     if scales.ndim != 2 or not scales.size:
@@ -210,4 +244,4 @@ def spread(
     fits = all(-(-n // b) == c for n, b, c in zip(shape, size, count, strict=True))
     if not fits or (block is None and any(n % b for n, b in zip(shape, size, strict=True))):
         raise reader.wrong(name, f"shape {list(count)}", f"one for each block of {list(shape)}")
-    return scales.repeat(size[0], 0)[: shape[0]].repeat(size[1], 1)[:, : shape[1]]
+    return scales.repeat(size[0], 0)[: shape[0]], size[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from runtime.checkpoints.quantized.compressed_tensors import spread
+from runtime.checkpoints.quantized.compressed_tensors import float_codes, spread
 from runtime.checkpoints.quantized.stored import StoredWeight, block_size
 
 if TYPE_CHECKING:
@@ -29,14 +29,15 @@ def find_fp8(reader: Reader, settings: Settings) -> dict[str, StoredWeight]:
             rows, columns = reader.shape(f"{stem}.weight", 2)
             scale = stem + suffix
             parts = (f"{stem}.weight", scale, *reader.present(stem, ".input_scale"))
-            read = partial(_values, reader, stem, scale, (rows, columns), block)
-            found[f"{stem}.weight"] = StoredWeight((rows, columns), parts, read)
+            where = reader, f"{stem}.weight", scale, (rows, columns), block
+            read, codes = partial(_values, *where), partial(float_codes, *where)
+            found[f"{stem}.weight"] = StoredWeight((rows, columns), parts, read, codes)
     return found
 
 
 def _values(
-    reader: Reader, stem: str, scale: str, shape: tuple[int, int], block: tuple[int, int] | None
+    reader: Reader, name: str, scale: str, shape: tuple[int, int], block: tuple[int, int] | None
 ) -> Floats:
-    values: Floats = reader.floats(f"{stem}.weight")
+    values: Floats = reader.floats(name)
     scales = spread(reader, scale, reader.floats(scale), shape, block)
     return values * scales

@@ -72,10 +72,11 @@ class Reader:
         return values.reshape(raw.shape if shape is None else shape)
 
     def integers(self, name: str, dtype: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-        """Its values in the type that they must have."""
+        """Its values in the type that they must have; those of 8-bit floats as bytes."""
         self._check(name, (dtype,), shape)
         raw = self.checkpoint.read(name)
-        return np.frombuffer(raw.buffer, raw.dtype).reshape(raw.shape)
+        kind = "uint8" if raw.dtype in _FLOAT8 else raw.dtype
+        return np.frombuffer(raw.buffer, kind).reshape(raw.shape)
 
     def wrong(self, name: str, given: str, expected: str) -> ModelError:
         return ModelError(

@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -320,11 +320,11 @@ def _grouped(n: int, k: int, bits: int, group: int, *, zeros: bool) -> GroupedWe
 
 def _coded(
     bits: int, *, tokens: int, dtype: torch.dtype = torch.bfloat16, group: int = 128,
-    zeros: bool = False,
+    zeros: bool = False, floats: bool = False,
 ) -> None:  # fmt: skip
     """A Llama-3.1-8B's output of attention."""
     ops, size = GpuOps(), 4096
-    packed = ops.pack_linear(_grouped(size, size, bits, group, zeros=zeros))
+    packed = ops.pack_linear(replace(_grouped(size, size, bits, group, zeros=zeros), floats=floats))
     ops.linear(torch.empty(tokens, size, dtype=dtype), packed)
 
 
@@ -374,6 +374,8 @@ CASES: dict[str, Callable[[], None]] = {
     "experts_int4": lambda: _experts(_BF16, bits=4),
     "linear_few_int4": lambda: _coded(4, tokens=1, zeros=True),
     "linear_few_int8": lambda: _coded(8, tokens=9, group=4096),
+    "linear_few_fp8": lambda: _coded(8, tokens=1, floats=True),
+    "linear_many_fp8": lambda: _coded(8, tokens=300, floats=True),
     "linear_narrow_int4": lambda: _coded(4, tokens=1, dtype=_FP16, group=32),
     "linear_many_int4": lambda: _coded(4, tokens=300, zeros=True),
     "linear_many_int8": lambda: _coded(8, tokens=300, zeros=True),

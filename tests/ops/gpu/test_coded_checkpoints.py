@@ -1,4 +1,4 @@
-"""Quantized checkpoints on the GPU's op set: their integers stay, and the logits are those of the
+"""Quantized checkpoints on the GPU's op set: their codes stay, and the logits are those of the
 float model of their values."""
 
 from __future__ import annotations
@@ -6,13 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
+from ops.coded_weight import GroupedMatrix
 from ops.gpu.coded_linear import CodedLinear
 from ops.gpu.op_set import GpuOps
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.execution import build
+from runtime.execution.grouped import grouped_weight
 from tests.ops.gpu.tiny_decoder import make_device
 from tests.runtime.checkpoints.test_quantized_checkpoints import write_quantized
 from tests.runtime.models.tiny_models import Probe, expected_logits, open_runner, random_tokens
@@ -22,21 +25,23 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
-# By format: bits and whether there are zeros of groups; None: it is expanded.
+# By format: kind, and whether there are zeros of groups; None: it is expanded.
 KEPT = {
-    "gptq-4": (4, True),
-    "gptq-8-symmetric": (8, False),
+    "gptq-4": ("int4", True),
+    "gptq-8-symmetric": ("int8", False),
     "gptq-8-act-order": None,
-    "awq": (4, True),
-    "w8a8-zeros": (8, True),
-    "w4a16": (4, False),
-    "fp8-tensor": None,
+    "awq": ("int4", True),
+    "w8a8-zeros": ("int8", True),
+    "w4a16": ("int4", False),
+    "fp8-tensor": ("fp8", False),
+    "fp8-narrow-blocks": ("fp8", False),
+    "fp8-blocks": None,
 }
 
 
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.sampled(3)
-def test_integers_of_groups_stay_and_are_multiplied_as_their_values(
+def test_codes_of_groups_stay_and_are_multiplied_as_their_values(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = write_quantized(name, tmp_path)
@@ -48,14 +53,28 @@ def test_integers_of_groups_stay_and_are_multiplied_as_their_values(
     decoder: Any = runner.decoder.model
     runner.close()
     qkv = decoder.layers[0][0].mixer.qkv
-    kept = (qkv.bits, qkv.zeros) if isinstance(qkv, CodedLinear) else None
-    assert kept == KEPT[name]
+    assert isinstance(qkv, CodedLinear) == (KEPT[name] is not None)
+    if isinstance(qkv, CodedLinear):
+        assert ("fp8" if qkv.floats else f"int{qkv.bits}", qkv.zeros) == KEPT[name]
     torch.testing.assert_close(got, expected_logits(model, tokens), atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_the_choice_of_a_form_is_told_the_bits_of_groups(name: str, tmp_path: Path) -> None:
+def test_the_choice_of_a_form_is_told_the_kinds_of_groups(name: str, tmp_path: Path) -> None:
     write_quantized(name, tmp_path)
     stored = build.stored_weights(open_checkpoint(tmp_path), None)
     kept = KEPT[name]
-    assert stored.group_bits == (() if kept is None else kept[:1])
+    assert stored.group_kinds == (() if kept is None else kept[:1])
+
+
+def test_a_float_that_is_no_number_stays_one() -> None:
+    """Kernels take its code for a number, so the matrix is expanded."""
+    codes, scales = np.full((4, 64), 3, np.uint8), np.ones((4, 1), np.float32)
+    matrix = GroupedMatrix(
+        8, 4, 64, scales, np.zeros((4, 1), np.uint8), lambda a, b: codes[a:b], floats=True
+    )
+    kept = grouped_weight([matrix], torch.device("cpu"))
+    assert kept is not None
+    assert kept.floats
+    codes[3, 9] = 255
+    assert grouped_weight([matrix], torch.device("cpu")) is None

@@ -29,15 +29,21 @@ pytestmark = [
 
 
 def grouped(
-    n: int, k: int, bits: int, group: int, *, zeros: bool, seed: int = 0
+    n: int, k: int, kind: int | str, group: int, *, zeros: bool, seed: int = 0
 ) -> tuple[GroupedWeight, Tensor]:
-    """A weight, and its values."""
+    """A weight of so many bits or of "fp8", and its values."""
+    bits = kind if isinstance(kind, int) else 8
     generator = torch.Generator().manual_seed(seed)
     codes, stored = (
         torch.randint(0, 2**bits, shape, generator=generator, dtype=torch.uint8)
         for shape in ((n, k), (n, k // group))
     )
     scales = ((torch.rand(n, k // group, generator=generator) + 0.5) / k).half().float()
+    if kind == "fp8":
+        codes[codes & 127 == 127] = 3  # no NaN
+        numbers = codes.view(torch.float8_e4m3fn).float()
+        values = scales.repeat_interleave(group, 1) * numbers
+        return GroupedWeight(bits, codes, scales, None, floats=True), values
     spread = [part.repeat_interleave(group, 1) for part in (stored.float(), scales)]
     values = spread[1] * (codes.float() - (spread[0] if zeros else 2 ** (bits - 1)))
     return GroupedWeight(bits, codes, scales, stored if zeros else None), values
@@ -58,11 +64,13 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 9) -> Ten
         (8, 37, 256, 256, False),
         (8, 33, 544, 32, True),
         (8, 16, 384, 128, True),
+        ("fp8", 33, 544, 32, False),
+        ("fp8", 20, 256, 256, False),
     ],
 )
 @pytest.mark.sampled(12)
 def test_products_are_those_of_the_values(
-    bits: int, n: int, k: int, group: int, zeros: bool, tokens: int, dtype: torch.dtype
+    bits: int | str, n: int, k: int, group: int, zeros: bool, tokens: int, dtype: torch.dtype
 ) -> None:
     weight, values = grouped(n, k, bits, group, zeros=zeros)
     bias, x = randn(n, dtype=dtype), randn(tokens, k + 16, dtype=dtype)[:, :k]
@@ -93,7 +101,8 @@ def test_a_token_is_the_same_alone_to_the_bit(bits: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 def test_an_embedding_shares_its_rows_with_the_output_layer(bits: int, zeros: bool) -> None:
-    weight, values = grouped(50, 128, bits, 64, zeros=zeros)
+    kind = "fp8" if bits == 8 and not zeros else bits
+    weight, values = grouped(50, 128, kind, 64, zeros=zeros)
     packed = OPS.pack_linear(weight.first_rows(48))
     ids = torch.tensor([0, 47, 3, 3])
     for dtype in (torch.float32, torch.bfloat16):
@@ -104,14 +113,23 @@ def test_an_embedding_shares_its_rows_with_the_output_layer(bits: int, zeros: bo
     assert relative_error(got, x @ values[:41].T) <= 1e-6
 
 
+def test_every_float_of_eight_bits_is_read() -> None:
+    """The smallest and the largest among them, in float16 and float32."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes & 127 != 127].repeat(2)[:288].view(9, 32)
+    packed = OPS.pack_linear(GroupedWeight(8, codes, torch.ones(9, 1), None, floats=True))
+    for dtype in (torch.float32, torch.float16):
+        got = OPS.linear(torch.eye(32, dtype=dtype), packed)
+        assert torch.equal(got.T, codes.view(torch.float8_e4m3fn).to(dtype))
+
+
 def test_no_tokens_give_no_outputs() -> None:
     packed = OPS.pack_linear(grouped(32, 64, 4, 32, zeros=True)[0])
     assert OPS.linear(torch.empty(0, 64), packed).shape == (0, 32)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
-def test_experts_of_integers_are_those_of_their_values(bits: int, zeros: bool) -> None:
+@pytest.mark.parametrize(("bits", "zeros"), [(4, True), (8, False), ("fp8", False)])
+def test_experts_of_codes_are_those_of_their_values(bits: int | str, zeros: bool) -> None:
     count, hidden, inner, tokens = 5, 64, 96, 11
     coded, floats = [], []
     for e in range(count):

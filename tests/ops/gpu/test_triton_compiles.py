@@ -149,7 +149,7 @@ def test_keys_and_values_are_copied_16_bytes_at_a_time(compiled: list[dict]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_few_tokens_and_many_are_multiplied_by_the_same_instruction(
     compiled: list[dict], kind: str
 ) -> None:

@@ -226,6 +226,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Packed], dict[str, Any]]]
         pack_fp8,
         {"scale": "weight_scale_inv", "blocks": (48, 48)},
     ),
+    "fp8-narrow-blocks": (
+        {"quant_method": "fp8", "weight_block_size": [48, 32]},
+        pack_fp8,
+        {"scale": "weight_scale_inv", "blocks": (48, 32)},
+    ),
     "fp8-tensor": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         pack_fp8,
@@ -322,13 +327,16 @@ def test_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> None:
             assert torch.equal(got, values[first:last].float())
 
 
+GROUPED = {*KEPT, "compressed-fp8", "fp8-tensor", "fp8-narrow-blocks"}
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_integers_of_neighbouring_groups_are_told_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_codes_of_neighbouring_groups_are_told_to_the_bit(name: str, tmp_path: Path) -> None:
     _, expected = write_quantized(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     for weight, values in expected.items():
         matrix = checkpoint.coded(weight)
-        assert isinstance(matrix, GroupedMatrix) == (name in KEPT)
+        assert isinstance(matrix, GroupedMatrix) == (name in GROUPED)
         if not isinstance(matrix, GroupedMatrix):
             continue
         assert (matrix.n, matrix.k) == values.shape
@@ -337,8 +345,10 @@ def test_integers_of_neighbouring_groups_are_told_to_the_bit(name: str, tmp_path
             for numbers in (matrix.scales, matrix.zeros)
         )
         for first, last in ((0, 13), (13, matrix.n)):
-            codes = torch.from_numpy(matrix.read(first, last).astype("float32"))
-            got = scales[first:last] * (codes - zeros[first:last])
+            codes = torch.from_numpy(matrix.read(first, last).copy())
+            if matrix.floats:
+                codes = codes.view(torch.float8_e4m3fn)
+            got = scales[first:last] * (codes.float() - zeros[first:last])
             assert torch.equal(got, values[first:last].float())
 
 

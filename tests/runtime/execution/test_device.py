@@ -66,11 +66,11 @@ def test_a_gpu_queues_pins_and_captures(gpu):
 
 
 @pytest.mark.parametrize(
-    ("quantization", "bits", "kept"),
-    [(None, (4,), "groups"), ("none", (4,), None), (None, (), None)],
+    ("quantization", "kinds", "kept"),
+    [(None, ("int4",), "groups"), ("none", ("int4",), None), (None, (), None)],
 )
-def test_a_gpu_keeps_integers_of_groups_unless_told_not_to(gpu, quantization, bits, kept):
-    stored = StoredWeights(torch.float16, group_bits=bits)
+def test_a_gpu_keeps_integers_of_groups_unless_told_not_to(gpu, quantization, kinds, kept):
+    stored = StoredWeights(torch.float16, group_kinds=kinds)
     device = open_device(RunnerConfig(quantization=quantization), stored)
     assert device.keeps_codes == kept
     assert device.weights == ("int4 in groups, as the checkpoint has them" if kept else "")
