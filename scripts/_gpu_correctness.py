@@ -13,7 +13,15 @@ import torch
 from ops import reference
 from ops.gpu import decode_attention, extend_attention
 from ops.gpu.library import Chip
-from ops.op_set import AttentionBatch, AttentionSpec, HeadNorm, Penalties, SamplingTensors
+from ops.kv_codes import CODE_DTYPES, encode
+from ops.op_set import (
+    AttentionBatch,
+    AttentionSpec,
+    HeadNorm,
+    KvScales,
+    Penalties,
+    SamplingTensors,
+)
 from runtime.execution.cuda_graph_runner import CudaGraphRunner
 from runtime.execution.mixed_graph_runner import MixedGraphRunner
 from runtime.execution.packed_step import pack_step
@@ -46,6 +54,7 @@ class AttentionCase:
     Args:
         dtype: None: the device's own.
         small: with the tiles of chips that have little shared memory.
+        codes: what keys and values are kept as, see `CODE_DTYPES`; None: as they are.
     """
 
     head_dim: int
@@ -55,10 +64,12 @@ class AttentionCase:
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype | None = None
     small: bool = False
+    codes: str | None = None
 
     @property
     def name(self) -> str:
         kinds = [self.feature, str(self.dtype or "").removeprefix("torch."), "small" * self.small]
+        kinds.append(self.codes or "")
         return f"d{self.head_dim} g{self.group} {' '.join(filter(None, kinds))}"
 
 
@@ -74,6 +85,8 @@ ATTENTION_CASES = [
     AttentionCase(64, 24, 16, "window and cap", {"window": 100, "soft_cap": 20.0}),
     AttentionCase(256, 4, 16, "soft cap", {"soft_cap": 20.0}),
     AttentionCase(256, 4, 16, "soft cap", {"soft_cap": 20.0}, small=True),
+    AttentionCase(128, 4, 16, "plain", codes="int8"),
+    AttentionCase(64, 3, 16, "window", {"window": 100}, codes="fp8"),
 ]
 
 
@@ -101,7 +114,7 @@ def small_tiles(small: bool) -> Iterator[None]:
 
 
 def check_attention(device: Device, *, tiny: bool) -> Iterator[Check]:
-    """Extend and decode attention against the reference, NaN wherever nothing may be read."""
+    """Extend, decode and mixed attention against the reference; NaN where nothing may be read."""
     rows = [(9, 20), (40, 1)] if tiny else [(700, 300), (0, 129), (2500, 1), (15, 2)]
     long = 300 if tiny else 40_000
     for case in ATTENTION_CASES:
@@ -116,16 +129,43 @@ def _attention_checks(
     dtype = case.dtype or device.dtype
     shape: dict[str, Any] = {"head_dim": case.head_dim, "group": case.group}
     shape |= {"page_size": case.page_size, **case.options}
+    decoding = [(prefix + new - 1, 1) for prefix, new in rows]
     for name, lengths in (
         ("extend_attention", rows),
-        ("decode_attention", [(prefix + new - 1, 1) for prefix, new in rows]),
+        ("decode_attention", decoding),
+        ("mixed_attention", decoding + rows),
     ):
-        problem = paged_problem(lengths, dtype=dtype, **shape)
-        arguments = problem.to(device.torch_device).arguments()
+        problem = paged_problem(lengths, dtype=dtype, **shape).to(device.torch_device)
+        op, truth, batch = getattr(device.ops, name), reference.extend_attention, problem.batch
+        if name == "mixed_attention":
+            truth, batch = reference.mixed_attention, _decode_rows_apart(batch, len(decoding))
+        pools, scales = (problem.k_pool, problem.v_pool), None
+        if case.codes is not None:
+            coded = [encode(pool, CODE_DTYPES[case.codes]) for pool in pools]
+            (codes_k, scales_k), (codes_v, scales_v) = coded
+            pools, scales = (codes_k, codes_v), KvScales(scales_k, scales_v)
+        arguments = (problem.q, *pools, batch, problem.spec, scales)
         with small_tiles(case.small):
-            got = getattr(device.ops, name)(*arguments)
-        error = relative_error(got, reference.extend_attention(*arguments))
-        yield _error_check(f"{name} {case.name}", error, dtype)
+            got = op(*arguments)
+        yield _error_check(f"{name} {case.name}", relative_error(got, truth(*arguments)), dtype)
+
+
+def _decode_rows_apart(batch: AttentionBatch, count: int) -> AttentionBatch:
+    """With its first rows, of one token each, as decode rows."""
+    decode = replace(
+        batch,
+        rows=batch.rows[:count],
+        kv_lens=batch.kv_lens[:count],
+        qo_indptr=batch.qo_indptr[: count + 1],
+        max_q_len=1,
+    )
+    return replace(
+        batch,
+        rows=batch.rows[count:],
+        kv_lens=batch.kv_lens[count:],
+        qo_indptr=batch.qo_indptr[count:],
+        decode=decode,
+    )
 
 
 def check_large_offsets(device: Device) -> Check:

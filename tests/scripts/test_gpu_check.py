@@ -13,7 +13,7 @@ import torch
 
 from runtime.config import SchedulerOptions
 from scripts._gpu_speed import rows_that_pay
-from scripts.gpu_check import build_checks
+from scripts.gpu_check import Report, build_checks, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +75,19 @@ def test_the_default_number_of_rows_is_the_one_that_pays_by_the_estimates() -> N
     assert rows_that_pay(decode_rows(estimate)) == SchedulerOptions().max_running_requests
 
 
+def test_what_no_time_is_left_for_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def runs_out_of_time() -> str:
+        report.started -= 100.0
+        return "measured"
+
+    report = Report({"device": "a GPU"}, budget_s=50.0)
+    assert report.measure({"decode": runs_out_of_time, "idle": list}) == {"decode": "measured"}
+    assert capsys.readouterr().out == "[  100 s] idle is left out: no time left\n"
+    limits = {"copy_bytes_per_s": 4e12, "matmul_flops": 8e14}
+    told = table(report.results | {"limits": limits, "models": {"tiny": {}}})
+    assert "tiny: decode" in told
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_without_a_gpu_it_says_so_in_one_line_and_exits_2() -> None:
@@ -102,6 +115,13 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         "extend_attention d64 g24 window and cap",
         "decode_attention d256 g4 soft cap small",
         "decode_attention d128 g4 300 keys",
+        "extend_attention d128 g4 plain int8",
+        "decode_attention d64 g3 window fp8",
+        "mixed_attention d64 g3 window fp8",
+        "store_kv as int8",
+        "place_heads as fp8",
+        "causal_conv",
+        "gated_delta",
         "rotary",
         "sample top-p",
         "experts of a token alone",
