@@ -8,6 +8,11 @@ prints one JSON line per kernel and target:
     python tests/ops/gpu/aot.py extend_d128_g4 decode_d128_g4
     python tests/ops/gpu/aot.py 0/2
 
+or, before the cases, `every` of the targets instead of the case's own. Another Triton is named by
+its folder, as `pip install --target FOLDER --no-deps triton==3.7.1` makes it:
+
+    PYTHONPATH=FOLDER python tests/ops/gpu/aot.py every 0/1
+
 or what the launches of steps of several sizes and alignments are specialized on, and whether their
 float32 products may be rounded, without compiling any of them to the end:
 
@@ -99,20 +104,25 @@ POINTERS = {
 
 
 _PRODUCTS = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)([.:\w]*)")
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+_JUMP = re.compile(r"BRA[^`]*`\((\.L_\w+)\)")
+_SPILL = re.compile(r"\b(?:LDL|STL)\b")
 _COPIES = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?, 0x([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
 class Compiled:
     """What one kernel needs on one target; spills are bytes of stack (NVIDIA) or registers (AMD),
-    copy_bytes the widths of its asynchronous copies to shared memory (NVIDIA), products its tensor
-    cores' instructions without the number of columns (NVIDIA)."""
+    loop_spills the instructions that move them in innermost loops (NVIDIA), copy_bytes the widths
+    of its asynchronous copies to shared memory (NVIDIA), products its tensor cores' instructions
+    without the number of columns (NVIDIA)."""
 
     kernel: str
     target: str
     registers: int
     shared_bytes: int
     spills: int
+    loop_spills: int
     wgmma: bool
     approximate_log: bool
     copy_bytes: list[int]
@@ -178,28 +188,48 @@ def _number(pattern: str, text: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _resources(compiled: Any, target: str) -> tuple[int, int]:
-    """(registers, spills) of a compiled kernel."""
+def _loop_spills(cubin: str) -> int:
+    """Loads and stores of spilled registers in a kernel's innermost loops."""
+    code = subprocess.run(
+        [_TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    # Behind the last exit stand waits for a barrier, whose jumps back are no loops of the kernel.
+    lines = code[: code.rindex("EXIT")].splitlines()
+    labels = {line.strip(" :"): at for at, line in enumerate(lines) if line.startswith(".L_")}
+    jumps = [(at, _JUMP.search(line)) for at, line in enumerate(lines)]
+    loops = [(labels.get(to[1], at), at) for at, to in jumps if to]
+    loops = [(first, last) for first, last in loops if first < last]
+    inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] for b in loops if b != a)]
+    moves = [at for at, line in enumerate(lines) if _SPILL.search(line)]
+    return sum(any(first <= at <= last for first, last in inner) for at in moves)
+
+
+def _resources(compiled: Any, target: str) -> tuple[int, int, int]:
+    """(registers, spills, loop_spills) of a compiled kernel."""
     if target.startswith("gfx"):
         assembly = compiled.asm["amdgcn"]
         spills = _number(r"\.vgpr_spill_count:\s*(\d+)", assembly)
         spills += _number(r"\.sgpr_spill_count:\s*(\d+)", assembly)
-        return _number(r"\.vgpr_count:\s*(\d+)", assembly), spills
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        return _number(r"\.vgpr_count:\s*(\d+)", assembly), spills, 0
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         usage = subprocess.run(
-            [tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
+            [_TOOLS / "cuobjdump", "--dump-resource-usage", cubin.name],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
-    return _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage)
+        spills = _number(r"STACK:(\d+)", usage)
+        in_loops = _loop_spills(cubin.name) if spills else 0
+    return _number(r"REG:(\d+)", usage), spills, in_loops
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
     compiled = triton.compile(
         source_of(launch), target=TARGETS[target], options=dict(launch.options)
     )
-    registers, spills = _resources(compiled, target)
+    registers, spills, loop_spills = _resources(compiled, target)
     ptx = compiled.asm.get("ptx", "")
     return Compiled(
         kernel=launch.function.__name__,
@@ -207,6 +237,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         registers=registers,
         shared_bytes=compiled.metadata.shared,
         spills=spills,
+        loop_spills=loop_spills,
         wgmma="wgmma" in ptx,
         approximate_log="lg2.approx" in ptx,
         copy_bytes=sorted({int(width, 16) for width in _COPIES.findall(ptx)}),
@@ -455,12 +486,14 @@ def targets_of(case: str) -> list[str]:
 def main(arguments: list[str]) -> None:
     if arguments == ["sources"]:
         return print_sources()
-    cases = arguments
-    if "/" in arguments[0]:
-        part, parts = map(int, arguments[0].split("/"))
+    every, cases = arguments[0] == "every", arguments
+    if every:
+        cases = arguments[1:]
+    if "/" in cases[0]:
+        part, parts = map(int, cases[0].split("/"))
         cases = list(CASES)[part::parts]
     for case in cases:
-        for target in targets_of(case):
+        for target in TARGETS if every else targets_of(case):
             chip = Mock(return_value=CHIPS.get(target, Chip()))
             with (
                 patch.object(extend_attention, "chip_of", chip),
