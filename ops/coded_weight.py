@@ -14,6 +14,9 @@ In groups (`GroupedMatrix`), as GPTQ, AWQ and compressed-tensors have them:
 
     weight[n, k] = scale[n, k // group] * (code[n, k] - zero[n, k // group])
 
+A matrix may have its k in another order than its inputs, as act-order leaves them: an input
+order[k] is then what its k takes.
+
 No torch here: checkpoints are read without it.
 """
 
@@ -86,12 +89,19 @@ class CodedMatrix:
     Args:
         kind: a key of `CODE_SHAPES`.
         read: rows first to last - 1; called in any order.
+        order: [k] int32, or None.
     """
 
     kind: str
     n: int
     k: int
     read: Callable[[int, int], Codes]
+    order: NDArray[Any] | None = None
+
+    def is_ordered_as(self, other: CodedMatrix) -> bool:
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return bool((self.order == other.order).all())
 
     def pieces(self, rows: int) -> Iterator[tuple[int, Codes]]:
         """All rows, so many at a time: the first one's number, and their numbers."""
@@ -108,6 +118,7 @@ class GroupedMatrix:
         scales: [n, k / group] float32. zeros: alike, uint8.
         read: unsigned codes [rows, k] of rows first to last - 1; called in any order.
         floats: codes are bytes of e4m3 floats, and zeros are 0.
+        order: [k] int32, or None.
     """
 
     bits: int
@@ -117,6 +128,7 @@ class GroupedMatrix:
     zeros: NDArray[Any]
     read: Callable[[int, int], NDArray[Any]]
     floats: bool = False
+    order: NDArray[Any] | None = None
 
     @property
     def kind(self) -> str:
@@ -129,7 +141,7 @@ class GroupedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """A weight [n, k] as matrices one below the other."""
+    """A weight [n, k] as matrices one below the other, whose k are in one order."""
 
     parts: tuple[CodedMatrix, ...]
 
@@ -140,6 +152,10 @@ class CodedWeight:
     @property
     def k(self) -> int:
         return self.parts[0].k
+
+    @property
+    def order(self) -> NDArray[Any] | None:
+        return self.parts[0].order
 
     def first_rows(self, count: int) -> CodedWeight:
         """Of a weight of one part."""

@@ -76,6 +76,7 @@ class NativeLinear:
         panels: may hold more rows; None where there are parts.
         parts: layers of quantized kinds without biases, one below the other, which make up this
             one; whole panels in all but the last. `kind` is the first one's.
+        order: [k] int32, of quantized kinds: the input that each k of the panels takes.
     """
 
     panels: Tensor | None
@@ -84,6 +85,7 @@ class NativeLinear:
     k: int
     kind: str
     parts: tuple[NativeLinear, ...] = ()
+    order: Tensor | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -102,6 +104,12 @@ class NativeLinear:
             raise ValueError(f"linear layer: kind {self.kind!r} of [{self.n!r}, {self.k!r}]")
         if not (0 < self.n < _MOST_SIZE and 0 < self.k < _MOST_SIZE):
             raise ValueError(f"linear layer: shape {[self.n, self.k]}")
+        if self.order is not None:
+            check("order", self.order, (self.k,), torch.int32)
+            if not torch.equal(self.order.sort()[0], torch.arange(self.k, dtype=torch.int32)):
+                raise ValueError("linear layer: an order that lacks inputs")
+            if self.kind not in CODE_SHAPES:
+                raise ValueError(f"linear layer: an order of {self.kind}")
         if self.parts:
             self._check_parts(library)
             return
@@ -118,7 +126,8 @@ class NativeLinear:
         for part in self.parts:
             part.check(library)
             whole = part is self.parts[-1] or part.n % CODED_ROWS == 0
-            plain = part.bias is None and not part.parts and part.kind in CODE_SHAPES
+            plain = part.bias is None and part.order is None and not part.parts
+            plain = plain and part.kind in CODE_SHAPES
             if part.k != self.k or not whole or not plain:
                 raise ValueError(f"linear layer: a part [{part.n}, {part.k}] of {part.kind}")
         if sum(part.n for part in self.parts) != self.n or self.parts[0].kind != self.kind:
@@ -133,7 +142,8 @@ class NativeLinear:
         bias = None if self.bias is None else self.bias.data_ptr()
         panels = self.panels
         where = ctypes.addressof(self._table) if panels is None else panels.data_ptr()
-        return structs.Linear(where, bias, self.n, self.k, KINDS[self.kind], len(self.parts))
+        order = None if self.order is None else self.order.data_ptr()
+        return structs.Linear(where, bias, self.n, self.k, KINDS[self.kind], len(self.parts), order)
 
 
 def head_dim_fits(dim: int) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ops.coded_weight import CODE_SHAPES, CODED_ROWS
 from ops.cpu import structs
 from ops.cpu.arguments import NativeLinear
@@ -31,17 +33,20 @@ def pack(
     Args:
         take: hands out memory by bytes. bias: [n] float32 or None.
     Raises:
-        ValueError: parts of different k, a part other than the last of no whole panels, or numbers
-            of other shapes than the kind has.
+        ValueError: parts of different k or order, a part other than the last of no whole panels, or
+            numbers of other shapes than the kind has.
     """
     for part in weight.parts:
         whole = part is weight.parts[-1] or part.n % CODED_ROWS == 0
-        if part.k != weight.k or part.k % CODE_SHAPES[part.kind].span or not whole:
+        fits = part.k == weight.k and part.k % CODE_SHAPES[part.kind].span == 0
+        if not (fits and whole and part.is_ordered_as(weight.parts[0])):
             raise ValueError(f"part of shape {[part.n, part.k]}, of {part.kind}: does not fit")
     parts = tuple(_pack_matrix(library, take, part) for part in weight.parts)
-    if len(parts) == 1:
-        return NativeLinear(parts[0].panels, bias, weight.n, weight.k, parts[0].kind)
-    return NativeLinear(None, bias, weight.n, weight.k, parts[0].kind, parts)
+    order = None if weight.order is None else torch.from_numpy(weight.order)
+    panels, several = (parts[0].panels, ()) if len(parts) == 1 else (None, parts)
+    packed = NativeLinear(panels, bias, weight.n, weight.k, parts[0].kind, several, order)
+    packed.check(library)
+    return packed
 
 
 def _pack_matrix(

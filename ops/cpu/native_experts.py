@@ -28,7 +28,7 @@ class NativeExperts:
     """Experts' weights as the kernel takes them, kept alive.
 
     Args:
-        pairs: of each expert; all of one shape and kind, see `fits`.
+        pairs: of each expert; all of one shape and kind, inputs in their order, see `fits`.
     """
 
     pairs: Sequence[Pair]
@@ -51,6 +51,8 @@ class NativeExperts:
 def fits(pairs: Sequence[Pair]) -> bool:
     """Whether the kernel covers these experts; if not, they run one by one."""
     if not pairs or not all(isinstance(layer, NativeLinear) for pair in pairs for layer in pair):
+        return False
+    if any(layer.order is not None for pair in pairs for layer in pair):
         return False
     gate_up, down = pairs[0]
     alike = all(_shape(pair) == _shape(pairs[0]) for pair in pairs)

@@ -14,6 +14,7 @@ class Linear(ctypes.Structure):
         ("k", c_int64),
         ("kind", c_int32),
         ("parts", c_int32),
+        ("order", c_void_p),
     )
 
 

@@ -139,7 +139,7 @@ def stored_weights(checkpoint: Checkpoint, published_form: str | None) -> Stored
         published_form,
         shapes,
         tuple(sorted({matrix.kind for matrix in blocks})),
-        tuple(sorted({matrix.kind for matrix in groups})),
+        tuple(sorted({matrix.kind for matrix in groups if matrix.order is None})),
     )
 
 

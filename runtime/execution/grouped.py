@@ -22,8 +22,9 @@ def grouped_weight(
     matrices: Sequence[CodedMatrix | GroupedMatrix | None], device: torch.device
 ) -> GroupedWeight | None:
     """Matrices one below the other; None where they are not all in groups of one kind, or of one
-    that no op set has a place for."""
-    parts = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+    that no op set has a place for, as for an order of k."""
+    found = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+    parts = [matrix for matrix in found if matrix.order is None]
     if len(parts) < len(matrices) or len({(part.kind, part.group) for part in parts}) != 1:
         return None
     bits, group, k, floats = parts[0].bits, parts[0].group, parts[0].k, parts[0].floats

@@ -42,7 +42,7 @@ class StoredWeights:
         form: the quantization whose values they are; None: of none.
         shapes: [n, k] of the linear layers of its first layers.
         kinds: of `ops.coded_weight`, of the matrices that the file holds as integers.
-        group_kinds: of those that it holds in groups.
+        group_kinds: of those that it holds in groups of neighbours.
     """
 
     dtype: torch.dtype

@@ -188,7 +188,8 @@ class _Reader:
 def _in_panels(found: Sequence[CodedMatrix | GroupedMatrix | None]) -> CodedWeight | None:
     parts = tuple(part for part in map(in_blocks, found) if part is not None)
     whole = len(parts) == len(found) and not any(part.n % CODED_ROWS for part in parts[:-1])
-    return CodedWeight(parts) if whole else None
+    alike = all(part.is_ordered_as(parts[0]) for part in parts)
+    return CodedWeight(parts) if whole and alike else None
 
 
 class WeightLoader:

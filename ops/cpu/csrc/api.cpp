@@ -131,7 +131,7 @@ void loom_linear(LoomContext* c, const LoomLinear* layer, const void* x, int typ
       with_type(type, [&](auto* t) {
         copy_row((const std::remove_pointer_t<decltype(t)>*)x + r * stride, layer->k, wide.data());
       });
-      encode_row(layer->kind, wide.data(), layer->k, encoded + r * bytes);
+      encode_row(*layer, wide.data(), encoded + r * bytes);
     });
     linear(w, *layer, {encoded, bytes}, rows, e);
   });

@@ -54,6 +54,7 @@ struct LoomLinear {
   int64_t k;
   int32_t kind;
   int32_t parts;  // 0: it is one
+  const int32_t* order;  // [k]: the input that each k of the panels takes, of quantized kinds; or null
 };
 
 // A weight [n, k] of a quantized kind in numbers (forms.h): codes [n, k], scales and minima

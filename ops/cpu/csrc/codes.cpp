@@ -129,7 +129,8 @@ void unpack_row(const LoomLinear& layer, int64_t row, float* out) {
       if (form.has_scales()) scale *= float(int8_t(integers[lane]));
       if (form.has_minima()) minimum *= float(int8_t(integers[form.minima_at() + lane]));
       int code = form.of_table ? kTable[codes[i]] : codes[i] - (form.in_bytes() ? 128 : form.offset);
-      out[g * kGroup + i] = scale * float(code) + minimum;
+      int64_t at = g * kGroup + i;
+      out[layer.order ? layer.order[at] : at] = scale * float(code) + minimum;
     }
   }
 }

@@ -121,12 +121,10 @@ class Step {
     int64_t stride = row_bytes(layer.kind, layer.k);
     if (rows <= kPrivateRows) {
       char* out = private_ + w.id() * private_stride_;
-      for (int64_t r = 0; r < rows; r++) encode_row(layer.kind, source(r), layer.k, out + r * stride);
+      for (int64_t r = 0; r < rows; r++) encode_row(layer, source(r), out + r * stride);
       return {out, stride};
     }
-    w.parallel_for(rows, [&](int64_t r) {
-      encode_row(layer.kind, source(r), layer.k, encoded_ + r * stride);
-    });
+    w.parallel_for(rows, [&](int64_t r) { encode_row(layer, source(r), encoded_ + r * stride); });
     return {encoded_, stride};
   }
 

@@ -73,7 +73,7 @@ class Mixture {
     w.parallel_for(tokens_, [&](int64_t t) { encode_token(w, t); });
     linear_each(w, gate_up_);
     w.parallel_for(tokens_ * r_.top_k, [&](int64_t p) {
-      encode_row(e_.expert->down.kind, product_ + p * inner_, inner_, inner_in_ + p * inner_bytes_);
+      encode_row(e_.expert->down, product_ + p * inner_, inner_in_ + p * inner_bytes_);
     });
     linear_each(w, down_);
     w.parallel_for(tokens_, [&](int64_t t) { add_up(t); });
@@ -95,7 +95,7 @@ class Mixture {
     copy_row((const T*)r_.x + (first_ + t) * r_.stride, hidden_, wide);
     const int64_t* place = &pairs_.place[size_t(t * r_.top_k)];
     char* first = in_ + place[0] * in_bytes_;
-    encode_row(e_.expert->gate_up.kind, wide, hidden_, first);
+    encode_row(e_.expert->gate_up, wide, first);
     for (int64_t i = 1; i < r_.top_k; i++) {
       memcpy(in_ + place[i] * in_bytes_, first, size_t(in_bytes_));
     }

@@ -154,12 +154,18 @@ namespace {
 
 // Symmetric: the largest magnitude of a group becomes 127. A NaN or an infinity makes the group's
 // scale NaN, so that it does not turn into a number.
-void quantize_row(const float* x, int64_t k, char* out) {
+void quantize_row(const float* x, const int32_t* order, int64_t k, char* out) {
   int64_t groups = (k + kGroup - 1) / kGroup;
   auto* of_row = (GroupOfRow*)(out + groups * kGroup);
   for (int64_t g = 0; g < groups; g++) {
     int n = int(std::min<int64_t>(kGroup, k - g * kGroup));
-    F16 low = load_n(x + g * kGroup, n), high = load_n(x + g * kGroup + kLanes, n - kLanes);
+    const float* from = x + g * kGroup;
+    float gathered[kGroup];
+    if (order) {
+      for (int i = 0; i < n; i++) gathered[i] = x[order[g * kGroup + i]];
+      from = gathered;
+    }
+    F16 low = load_n(from, n), high = load_n(from + kLanes, n - kLanes);
     uint32_t bits = peak_bits(low, high);
     float peak;
     memcpy(&peak, &bits, 4);
@@ -185,11 +191,12 @@ void convert_row(const float* x, int64_t k, int64_t wide, T* out) {
 
 }  // namespace
 
-void encode_row(int kind, const float* x, int64_t k, char* out) {
-  switch (input_format(kind)) {
-    case Format::kBf16: return convert_row(x, k, padded_k(kind, k), (bf16*)out);
-    case Format::kInt8: return quantize_row(x, k, out);
-    default: return convert_row(x, k, padded_k(kind, k), (float*)out);
+void encode_row(const LoomLinear& layer, const float* x, char* out) {
+  int64_t k = layer.k, wide = padded_k(layer.kind, k);
+  switch (input_format(layer.kind)) {
+    case Format::kBf16: return convert_row(x, k, wide, (bf16*)out);
+    case Format::kInt8: return quantize_row(x, layer.order, k, out);
+    default: return convert_row(x, k, wide, (float*)out);
   }
 }
 

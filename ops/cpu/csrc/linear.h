@@ -60,8 +60,8 @@ int64_t panel_bytes(int kind, int64_t k);
 // Bytes of one encoded row, a multiple of 64.
 int64_t row_bytes(int kind, int64_t k);
 
-// Writes x [k] as a row of `kind`, padding with zeros. `out` is 64-byte aligned.
-void encode_row(int kind, const float* x, int64_t k, char* out);
+// Writes x [k] as a row for `layer`, padding with zeros. `out` is 64-byte aligned.
+void encode_row(const LoomLinear& layer, const float* x, char* out);
 
 // What becomes of a row's 32 sums.
 struct Epilogue {

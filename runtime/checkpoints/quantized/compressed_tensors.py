@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ops.coded_weight import GroupedMatrix
-from runtime.checkpoints.quantized.stored import Settings, StoredWeight, block_size, unpacked
+from runtime.checkpoints.quantized.stored import (
+    Settings,
+    StoredWeight,
+    block_size,
+    in_groups,
+    unpacked,
+)
 from runtime.errors import ModelError, shown
 
 if TYPE_CHECKING:
@@ -147,18 +153,19 @@ def _packed_zeros(
 def _packed_codes(
     reader: Reader, stem: str, shape: tuple[int, int], bits: int
 ) -> GroupedMatrix | None:
-    if reader.present(stem, ".weight_g_idx"):
-        return None
-    scales = reader.floats(f"{stem}.weight_scale")
+    scales, name = reader.floats(f"{stem}.weight_scale"), f"{stem}.weight_g_idx"
     if scales.ndim != 2 or scales.shape[0] != shape[0] or shape[1] % scales.shape[1]:
         return None
+    index: NDArray[Any] = np.arange(shape[1]) // (shape[1] // scales.shape[1])
+    if name in reader.names:
+        index = reader.integers(name, "int32", (shape[1],))
     zeros = _packed_zeros(reader, stem, shape[0], bits, scales.shape[1:])
     middle = np.full(scales.shape, 2 ** (bits - 1), np.uint8)
-    return GroupedMatrix(
+    return in_groups(
         bits,
-        *shape,
         scales,
         middle if zeros is None else zeros.astype(np.uint8),
+        index,
         lambda first, last: _packed_integers(reader, stem, shape, bits, slice(first, last)),
     )
 

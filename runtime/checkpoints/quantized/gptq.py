@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ops.coded_weight import GroupedMatrix
-from runtime.checkpoints.quantized.stored import StoredWeight, unpacked
+from runtime.checkpoints.quantized.stored import StoredWeight, in_groups, unpacked
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,17 +55,14 @@ def _gptq(
 def _gptq_codes(
     reader: Reader, stem: str, shape: tuple[int, int], bits: int, group: int, add: int
 ) -> GroupedMatrix | None:
-    """None where groups are not made of neighbours."""
+    """None where groups differ in size."""
     index, scales, zeros = _gptq_groups(reader, stem, shape, bits, group, add)
-    size, left = divmod(shape[1], len(scales))
-    if left or (index != np.arange(shape[1]) // size).any():
-        return None
 
     def read(first: int, last: int) -> NDArray[Any]:
         words = reader.integers(f"{stem}.qweight", "int32")[:, first:last]
         return unpacked(words, bits, 0).T
 
-    return GroupedMatrix(bits, *shape, scales.T, zeros.T.astype(np.uint8), read)
+    return in_groups(bits, scales.T, zeros.T.astype(np.uint8), index, read)
 
 
 def _gptq_groups(

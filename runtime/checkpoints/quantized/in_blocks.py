@@ -40,4 +40,4 @@ def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
         minima = None if kind == "int8" else spread(zeros, first, last)
         return Codes(codes, spread(factors, first, last), minima=minima)
 
-    return CodedMatrix(kind, grouped.n, grouped.k, piece)
+    return CodedMatrix(kind, grouped.n, grouped.k, piece, grouped.order)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ops.coded_weight import GroupedMatrix
 from runtime.checkpoints.checkpoint import Checkpoint, tensor_info
 from runtime.errors import ModelError, shown
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
-
-    from ops.coded_weight import GroupedMatrix
 
     Floats = NDArray[np.float32]
 
@@ -166,3 +165,29 @@ _FLOAT8 = {
     "float8_e4m3fn": _float8(4, 7, infinities=False),
     "float8_e5m2": _float8(5, 15, infinities=True),
 }
+
+
+def in_groups(
+    bits: int,
+    scales: Floats,
+    zeros: NDArray[np.uint8],
+    index: NDArray[Any],
+    read: Callable[[int, int], NDArray[Any]],
+) -> GroupedMatrix | None:
+    """Codes in groups of one size, whatever their order; None where sizes differ.
+
+    Args:
+        scales, zeros: [n, groups]. index: [k], the group of each input.
+        read: codes of rows first to last - 1, in the order of the inputs.
+    """
+    (n, groups), k = scales.shape, len(index)
+    order = np.argsort(index, kind="stable").astype(np.int32)
+    if k % groups or (index[order] != np.arange(k) // (k // groups)).any():
+        return None
+    if (order[1:] > order[:-1]).all():
+        return GroupedMatrix(bits, n, k, scales, zeros, read)
+
+    def ordered(first: int, last: int) -> NDArray[Any]:
+        return read(first, last)[:, order]
+
+    return GroupedMatrix(bits, n, k, scales, zeros, ordered, order=order)

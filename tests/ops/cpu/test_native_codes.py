@@ -7,7 +7,7 @@ The blocks are random bytes, so that every code, scale and minimum occurs.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from gguf.quants import dequantize
 
 from ops.coded_weight import CodedMatrix, CodedWeight, Codes
 from ops.cpu import native_codes
+from ops.cpu.native_experts import NativeExperts
 from ops.op_set import Expert, PackedEmbedding
 from runtime.checkpoints.gguf_codes import code_kind, read_codes
 from tests.ops.cpu.cases import generator
@@ -163,6 +164,46 @@ def test_parts_of_different_kinds_give_what_each_gives_alone(native: NativeOps) 
     for rows in (1, 2, 9):
         parts = [native.linear(x[:rows], native.pack_linear(CodedWeight((m,)))) for m in matrices]
         assert torch.equal(native.linear(x[:rows], packed), torch.cat(parts, 1))
+
+
+def test_inputs_in_another_order_give_what_they_give_in_that_of_the_panels(
+    native: NativeOps,
+) -> None:
+    order = torch.randperm(512, generator=generator(4))
+    plain = [coded("int4_zero", n, 512, n)[0] for n in (48, 21)]
+    matrices = [replace(matrix, order=order.int().numpy()) for matrix in plain]
+    packed = native.pack_linear(CodedWeight(tuple(matrices)))
+    x = torch.randn(13, 512, generator=generator())
+    for rows in (1, 2, 13):
+        want = native.linear(x[:rows, order], native.pack_linear(CodedWeight(tuple(plain))))
+        assert torch.equal(native.linear(x[:rows], packed), want)
+    embedding = PackedEmbedding(native.pack_linear(CodedWeight((matrices[1],))), "float32")
+    values = native.embed(torch.arange(21), embedding)[:, order]
+    assert torch.equal(values, coded("int4_zero", 21, 512, 21)[1])
+
+
+def test_an_order_that_does_not_fit_is_refused(best: NativeOps) -> None:
+    matrix, _ = coded("int8_zero", 32, 64)
+    order = np.arange(64, dtype=np.int32)[::-1].copy()
+    ordered = replace(matrix, order=order)
+    with pytest.raises(ValueError, match=r"part of shape \[32, 64\], of int8_zero: does not fit"):
+        best.pack_linear(CodedWeight((ordered, matrix)))
+    with pytest.raises(ValueError, match=r"order: shape \[32\], expected \[64\]"):
+        best.pack_linear(CodedWeight((replace(matrix, order=order[:32]),)))
+    order[3] = 64
+    with pytest.raises(ValueError, match="an order that lacks inputs"):
+        best.pack_linear(CodedWeight((ordered,)))
+
+
+def test_experts_whose_inputs_are_in_an_order_run_one_by_one(best: NativeOps) -> None:
+    order = torch.randperm(64, generator=generator()).int().numpy()
+    pair = coded("int4_zero", 128, 64)[0], coded("int4_zero", 64, 64)[0]
+    plain, ordered = (
+        Expert(*(cast("Any", CodedWeight((replace(matrix, order=of_k),))) for matrix in pair))
+        for of_k in (None, order)
+    )
+    assert isinstance(best.pack_experts([plain]), NativeExperts)
+    assert not isinstance(best.pack_experts([plain, ordered]), NativeExperts)
 
 
 def test_experts_with_parts_equal_those_one_by_one(native: NativeOps) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ops.coded_weight import GroupedMatrix
+from ops.coded_weight import CodedMatrix, GroupedMatrix
 from ops.cpu import build
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.checkpoints.quantized.in_blocks import in_blocks
@@ -69,7 +69,7 @@ def pack_gptq(
     top, groups = 2**bits, k // GROUP
     index = torch.arange(k) // GROUP
     if ordered:
-        index = index[torch.randperm(k, generator=torch.Generator().manual_seed(seed))]
+        index = index[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
     q, scales = random(0, top, k, n, seed=seed), scales_of(groups, n, seed=seed).half()
     # What is stored as the highest code is, in the first form, the zero 0.
     zeros = random(0, top, groups, n, seed=seed + 1)
@@ -116,7 +116,7 @@ def pack_words(
     n, k = shape
     index = torch.arange(k) // GROUP
     if ordered:
-        index = index[torch.randperm(k, generator=torch.Generator().manual_seed(seed))]
+        index = index[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
     q, scales = random(-8, 8, n, k, seed=seed), scales_of(n, k // GROUP, seed=seed).bfloat16()
     parts = {
         "weight_packed": words_of(q + 8, 4, 1),
@@ -300,12 +300,20 @@ KEPT = {
     "gptq-4-symmetric": "int4_zero",
     "gptq-8": "int8_zero",
     "gptq-8-symmetric": "int8",
+    "gptq-8-act-order": "int8_zero",
+    "gptq-v2-act-order": "int4_zero",
     "awq": "int4_zero",
     "w4a16": "int4_zero",
     "w4a16-zeros": "int4_zero",
+    "w4a16-act-order": "int4_zero",
     "w8a8": "int8",
     "w8a8-zeros": "int8_zero",
 }
+
+
+def in_order(values: Tensor, matrix: CodedMatrix | GroupedMatrix) -> Tensor:
+    """The values of a matrix [n, k] by its k."""
+    return values if matrix.order is None else values[:, torch.from_numpy(matrix.order)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -324,14 +332,14 @@ def test_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> None:
             if codes.minima is not None:
                 whole -= torch.from_numpy(codes.minima).float().repeat_interleave(32, 1)
             got = whole * torch.from_numpy(codes.factors).float().repeat_interleave(32, 1)
-            assert torch.equal(got, values[first:last].float())
+            assert torch.equal(got, in_order(values, matrix)[first:last].float())
 
 
 GROUPED = {*KEPT, "compressed-fp8", "fp8-tensor", "fp8-narrow-blocks"}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_of_neighbouring_groups_are_told_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_codes_of_groups_are_told_to_the_bit(name: str, tmp_path: Path) -> None:
     _, expected = write_quantized(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     for weight, values in expected.items():
@@ -349,7 +357,7 @@ def test_codes_of_neighbouring_groups_are_told_to_the_bit(name: str, tmp_path: P
             if matrix.floats:
                 codes = codes.view(torch.float8_e4m3fn)
             got = scales[first:last] * (codes.float() - zeros[first:last])
-            assert torch.equal(got, values[first:last].float())
+            assert torch.equal(got, in_order(values, matrix)[first:last].float())
 
 
 @pytest.mark.skipif(not build.available_paths(), reason="this CPU has no native instruction path")

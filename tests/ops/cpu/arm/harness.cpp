@@ -47,7 +47,7 @@ LoomLinear packed(LoomContext* c, int64_t kind, int64_t n, int64_t k) {
   int64_t bytes = (loom_packed_bytes(int(kind), n, k) + 63) / 64 * 64;
   void* panels = aligned_alloc(64, size_t(bytes));
   loom_pack(c, int(kind), w.data(), LOOM_F32, n, k, k, panels);
-  return {panels, nullptr, n, k, int32_t(kind), 0};
+  return {panels, nullptr, n, k, int32_t(kind), 0, nullptr};
 }
 
 void linear(LoomContext* c, LoomContext* other) {
@@ -79,7 +79,7 @@ void coded(LoomContext* c, LoomContext* other) {
   int64_t bytes = (loom_packed_bytes(int(kind), n, k) + 63) / 64 * 64;
   void* panels = aligned_alloc(64, size_t(bytes));
   loom_pack_codes(c, int(kind), &numbers, n, k, panels);
-  LoomLinear layer = {panels, nullptr, n, k, int32_t(kind), 0};
+  LoomLinear layer = {panels, nullptr, n, k, int32_t(kind), 0, nullptr};
   std::vector<int64_t> ids;
   for (int64_t i = 0; i < n; i++) ids.push_back(i);
   std::vector<float> values(size_t(n * k)), all(size_t(rows * n)), some(all.size());
