@@ -143,7 +143,7 @@ def make_service(
     bodies = Bodies(config.max_body_bytes)
     metrics.connections = lambda: len(connections)
     metrics.held_bytes = lambda: (bodies.bytes, sum(connections.unsent_bytes))
-    metrics.tasks = lambda: len(asyncio.all_tasks())
+    metrics.tasks = _count_tasks
     metrics.unread_tokens = lambda: sum(generator.unread_tokens)
     reports: Watchers[RequestReport] = Watchers()
     tracing = Tracing(generator, reports)
@@ -171,6 +171,14 @@ def make_service(
         source=parts.source,
         eos_token_ids=scheduler.config.eos_token_ids,
     )
+
+
+def _count_tasks() -> int:
+    """Those of the event loop that runs; none where the metrics are read beside it."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
 
 
 def _spans(config: ServerConfig, model: str, engine: Engine) -> Spans | None:
