@@ -76,45 +76,28 @@ class AttentionBatch:
     decode: AttentionBatch | None = None
 
 
-class SavedRow(NamedTuple):
-    """A state that a step also leaves behind.
-
-    Args:
-        row: of the batch; place: of that row in its `order`. tokens: of the row before it, 1 at
-            least. slot: where it is left.
-    """
-
-    row: int
-    place: int
-    tokens: int
-    slot: int
-
-
 @dataclass(frozen=True, slots=True)
 class RecurrentBatch:
     """Which states each row of a step goes on from, and where they are left; the same for all
     layers of the step. Rows stand in the order of their tokens.
 
     Args:
-        sources: [B] int64, the state slot that a row goes on from; not read where it is `fresh`.
-        slots: [B] int64, the state slot that its state is left in.
-        fresh: [B] bool, the row begins with zeros.
-        starts: [B] int64, its first token in the step's T tokens. lengths: [B] int64, its tokens.
-        token_rows: [T] int64, the row of each token.
-        order: [B] int64, the rows by length, the longest first; equally long ones as they stand.
-        counts: lengths, on the host, in the order of `order`.
-        saves: on the host. All `sources` are read before anything is saved.
+        sources: [B] int64, the state slot that a row goes on from; negative: it begins with zeros.
+        starts: [B + 1] int64, where each row's tokens begin in the step's T tokens.
+        stops: [B + 1] int64, where each row's begin among all stops.
+        stop_tokens, stop_slots: [N] int64, after how many of its tokens a row's state is left, and
+            in which slot; negative: it is not. A row's stops ascend, the last is behind its last
+            token.
+        crossing: on the host; a slot is left that a row goes on from, other than its own: sources
+            are then read before anything is left.
     """
 
     sources: Tensor
-    slots: Tensor
-    fresh: Tensor
     starts: Tensor
-    lengths: Tensor
-    token_rows: Tensor
-    order: Tensor
-    counts: tuple[int, ...]
-    saves: tuple[SavedRow, ...] = ()
+    stops: Tensor
+    stop_tokens: Tensor
+    stop_slots: Tensor
+    crossing: bool = False
 
 
 class KvScales(NamedTuple):

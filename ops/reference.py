@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         RecurrentBatch,
         Routing,
         SamplingTensors,
-        SavedRow,
     )
 
 NEG_INF = float("-inf")
@@ -311,21 +310,16 @@ def sample(logits: Tensor, s: SamplingTensors) -> Tensor:
 
 
 def causal_conv(x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch) -> Tensor:
-    kept, where = weight.shape[0] - 1, x.device
-    rows, tokens = batch.starts.shape[0], x.shape[0]
-    # The inputs of all rows in one line, each behind those of its state.
-    begins = batch.starts + kept * torch.arange(rows, device=where)
-    past = begins[:, None] + torch.arange(kept, device=where)
-    new = torch.arange(tokens, device=where) + kept * (batch.token_rows + 1)
-    line = torch.empty(tokens + kept * rows, x.shape[1], device=where)
-    line[past] = _states_before(states, batch)
-    line[new] = x.float()
-    out = line[new - kept] * weight[0]
-    for j in range(1, kept + 1):
-        out += line[new - kept + j] * weight[j]
-    states[batch.slots] = line[past + batch.lengths[:, None]]
-    for save in batch.saves:
-        states[save.slot] = line[past[save.row] + save.tokens]
+    kept = weight.shape[0] - 1
+    out = torch.empty(x.shape, device=x.device)
+    for before, first, last, stops in _recurrent_rows(states, batch):
+        line = torch.cat((before, x[first:last].float()))
+        out[first:last] = line[: last - first] * weight[0]
+        for j in range(1, kept + 1):
+            out[first:last] += line[j : j + last - first] * weight[j]
+        for tokens, slot in stops:
+            if slot >= 0:
+                states[slot] = line[tokens : tokens + kept]
     return out
 
 
@@ -338,34 +332,44 @@ def gated_delta(
     states: Tensor,
     batch: RecurrentBatch,
 ) -> Tensor:
-    """The n rows that have a token number t are the first of `order`."""
     shared = v.shape[1] // k.shape[1]
     q, k = (_of_length_1(x.float()).repeat_interleave(shared, dim=1) for x in (q, k))
     q, v, factor = q * q.shape[-1] ** -0.5, v.float(), decay.exp()
-    state = _states_before(states, batch)[batch.order]
-    starts, n = batch.starts[batch.order], len(batch.counts)
-    saves: dict[int, list[SavedRow]] = {}
-    for save in batch.saves:
-        saves.setdefault(save.tokens, []).append(save)
     out = torch.empty(v.shape, device=v.device)
-    for t in range(max(batch.counts)):
-        while batch.counts[n - 1] <= t:
-            n -= 1
-        at, live = starts[:n] + t, state[:n]
-        key = k[at].unsqueeze(-1)
-        live *= factor[at][..., None, None]
-        error = v[at] - (live * key).sum(-2)
-        live += key * (error * rate[at].unsqueeze(-1)).unsqueeze(-2)
-        out[at] = (live * q[at].unsqueeze(-1)).sum(-2)
-        for save in saves.get(t + 1, ()):
-            states[save.slot] = state[save.place]
-    states[batch.slots[batch.order]] = state
+    for state, first, _, stops in _recurrent_rows(states, batch):
+        at = first
+        for tokens, slot in stops:
+            while at < first + tokens:
+                key = k[at].unsqueeze(-1)
+                state *= factor[at][:, None, None]
+                error = v[at] - (state * key).sum(-2)
+                state += key * (error * rate[at].unsqueeze(-1)).unsqueeze(-2)
+                out[at] = (state * q[at].unsqueeze(-1)).sum(-2)
+                at += 1
+            if slot >= 0:
+                states[slot] = state
     return out
 
 
-def _states_before(states: Tensor, batch: RecurrentBatch) -> Tensor:
-    fresh = batch.fresh.view(-1, *[1] * (states.ndim - 1))
-    return states[batch.sources].masked_fill(fresh, 0.0)
+def _recurrent_rows(
+    states: Tensor, batch: RecurrentBatch
+) -> Iterable[tuple[Tensor, int, int, list[tuple[int, int]]]]:
+    """Of each row: a copy of its state, its first token and the one behind its last, its stops."""
+    before = states[batch.sources.clamp(min=0)]
+    before[batch.sources < 0] = 0.0
+    starts, stops = batch.starts.tolist(), batch.stops.tolist()
+    every = list(zip(batch.stop_tokens.tolist(), batch.stop_slots.tolist(), strict=True))
+    for b, state in enumerate(before):
+        yield state, starts[b], starts[b + 1], every[stops[b] : stops[b + 1]]
+
+
+def read_sources(states: Tensor, batch: RecurrentBatch) -> tuple[Tensor, Tensor]:
+    """For kernels whose rows run at once: states that nothing of the step writes but the row that
+    goes on from one, and which of them each row goes on from (`RecurrentBatch.sources`)."""
+    if not batch.crossing:
+        return states, batch.sources
+    places = torch.arange(len(batch.sources), device=states.device)
+    return states[batch.sources.clamp(min=0)], torch.where(batch.sources < 0, -1, places)
 
 
 def _of_length_1(x: Tensor) -> Tensor:

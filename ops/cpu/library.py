@@ -31,11 +31,13 @@ _STATUS = {
     5: "rows, qo_indptr and kv_lens do not fit together or the block table",
     6: "a logit token is outside the step",
     7: "an expert's id is outside the experts",
+    8: "a row goes on from a slot outside the states, or its tokens and stops do not fit together",
 }
 
 _L, _B, _A, _P = (
     POINTER(s) for s in (structs.Linear, structs.Batch, structs.Attention, structs.Pools)
 )
+_R = POINTER(structs.Recurrent)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "loom_struct_bytes": (c_int64, (c_int,)),
     "loom_open": (c_void_p, (c_int, c_int)),
@@ -83,6 +85,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int,
         (c_void_p, POINTER(structs.Experts), POINTER(structs.ExpertRows)),
     ),
+    "loom_causal_conv": (c_int, (c_void_p, POINTER(structs.Conv), _R)),
+    "loom_gated_delta": (c_int, (c_void_p, POINTER(structs.Delta), _R)),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ops.coded_weight import CodedWeight
-from ops.cpu import native_codes, native_experts
+from ops.cpu import native_codes, native_experts, native_recurrent
 from ops.cpu.arguments import (
     FLOATS,
     POOLS,
@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ops.decoder import CompiledDecoder, DecoderModel
-    from ops.op_set import AttentionBatch, AttentionSpec, Expert, KvScales, SamplingTensors
+    from ops.op_set import (
+        AttentionBatch,
+        AttentionSpec,
+        Expert,
+        KvScales,
+        RecurrentBatch,
+        SamplingTensors,
+    )
 
 
 class PanelMemory:
@@ -227,6 +234,23 @@ class NativeOps(CpuOps):
         return out
 
     decode_attention = extend_attention
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch
+    ) -> Tensor:
+        return native_recurrent.causal_conv(self.library, x, weight, states, batch)
+
+    def gated_delta(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        states: Tensor,
+        batch: RecurrentBatch,
+    ) -> Tensor:
+        return native_recurrent.gated_delta(self.library, q, k, v, decay, rate, states, batch)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return self._act_and_mul(x, "silu")

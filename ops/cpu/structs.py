@@ -191,8 +191,60 @@ class Codes(ctypes.Structure):
     )
 
 
+class Recurrent(ctypes.Structure):
+    _fields_ = (
+        ("sources", c_void_p),
+        ("starts", c_void_p),
+        ("stops", c_void_p),
+        ("stop_tokens", c_void_p),
+        ("stop_slots", c_void_p),
+        ("batch", c_int64),
+        ("tokens", c_int64),
+        ("stop_count", c_int64),
+        ("before", c_void_p),
+        ("states", c_void_p),
+        ("before_slots", c_int64),
+        ("slots", c_int64),
+    )
+
+
+class Conv(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("stride", c_int64),
+        ("channels", c_int64),
+        ("kernel", c_int64),
+        ("type", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class Delta(ctypes.Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("decay", c_void_p),
+        ("rate", c_void_p),
+        ("out", c_void_p),
+        ("q_stride", c_int64),
+        ("q_head_stride", c_int64),
+        ("k_stride", c_int64),
+        ("k_head_stride", c_int64),
+        ("v_stride", c_int64),
+        ("v_head_stride", c_int64),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+    )
+
+
 # As `loom_struct_bytes` counts them.
 IN_ORDER = (
     *(Linear, Batch, Attention, Pools, Norm, AttentionBlock, MlpBlock, Block),
     *(Decoder, Step, Sampling, Expert, Experts, ExpertRows, Codes),
+    *(Recurrent, Conv, Delta),
 )

@@ -16,6 +16,7 @@ from ops.gpu.experts import pack_experts, run_experts
 from ops.gpu.extend_attention import extend_attention
 from ops.gpu.mixed_attention import mixed_attention
 from ops.gpu.place_heads import place_heads
+from ops.gpu.recurrent import causal_conv, gated_delta
 from ops.gpu.rms_norm import add_rms_norm, rms_norm
 from ops.gpu.rotary import rotary
 from ops.gpu.sampling import sample
@@ -46,8 +47,8 @@ class GpuOps:
     decode_attention = staticmethod(decode_attention)
     place_heads = staticmethod(place_heads)
     mixed_attention = staticmethod(mixed_attention)
-    causal_conv = staticmethod(reference.causal_conv)
-    gated_delta = staticmethod(reference.gated_delta)
+    causal_conv = staticmethod(causal_conv)
+    gated_delta = staticmethod(gated_delta)
     silu_and_mul = staticmethod(silu_and_mul)
     gelu_and_mul = staticmethod(gelu_and_mul)
     clamped_silu_and_mul = staticmethod(reference.clamped_silu_and_mul)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ops.op_set import RecurrentBatch, SavedRow
+from ops.op_set import RecurrentBatch
 
 if TYPE_CHECKING:
     from runtime.execution.device import Device
@@ -39,33 +39,22 @@ class StateRows:
         )
         sources = np.array(batch.rows, dtype=np.int64)
         sources[np.array(batch.state_rows, dtype=np.int64)] = batch.state_slots
-        sources = np.concatenate((sources[count:], sources[:count]))
-        order = np.argsort(-lengths, kind="stable")
-        first = np.cumsum(lengths) - lengths
-        token_rows = np.repeat(np.arange(len(rows)), lengths)
-        packed = np.concatenate((rows, sources, starts, first, lengths, order, token_rows))
-        parts = self._device.upload(packed).split([len(rows)] * 6 + [len(token_rows)])
-        slots, before, positions, first_tokens, counts, by_length, of_token = parts
-        return RecurrentBatch(
-            sources=before,
-            slots=slots,
-            fresh=positions == 0,
-            starts=first_tokens,
-            lengths=counts,
-            token_rows=of_token,
-            order=by_length,
-            counts=tuple(lengths[order].tolist()),
-            saves=_saves(batch, len(rows) - count, order),
+        sources = np.where(starts == 0, -1, np.concatenate((sources[count:], sources[:count])))
+        places = np.arange(len(rows) + 1)
+        saving = (np.array(batch.save_rows, dtype=np.int64) - count) % len(rows)
+        stopping = np.concatenate((saving, places[:-1]))
+        tokens = np.concatenate((np.array(batch.save_tokens, dtype=np.int64), lengths))
+        slots = np.concatenate((np.array(batch.save_slots, dtype=np.int64), rows))
+        order = np.lexsort((tokens, stopping))  # of equal ones, the row's own slot is last
+        packed = (
+            sources,
+            np.concatenate(([0], np.cumsum(lengths))),
+            np.searchsorted(stopping[order], places),
+            tokens[order],
+            slots[order],
         )
-
-
-def _saves(batch: ScheduleBatch, first: int, order: np.ndarray) -> tuple[SavedRow, ...]:
-    """Args: first: where the batch's first row stands in the step (modulo its rows)."""
-    if not batch.save_rows:
-        return ()
-    places = np.argsort(order)
-    rows = [(row + first) % len(order) for row in batch.save_rows]
-    return tuple(
-        SavedRow(row, int(places[row]), tokens, slot)
-        for row, tokens, slot in zip(rows, batch.save_tokens, batch.save_slots, strict=True)
-    )
+        sources_of, starts_of, stops, stop_tokens, stop_slots = self._device.upload(
+            np.concatenate(packed)
+        ).split([len(part) for part in packed])
+        crossing = not set(batch.save_slots).isdisjoint(batch.state_slots)
+        return RecurrentBatch(sources_of, starts_of, stops, stop_tokens, stop_slots, crossing)

@@ -3,15 +3,16 @@ against itself wherever a step begins, alone and among others."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from ops import load
-from ops.op_set import RecurrentBatch, SavedRow
+from ops import load, load_cpu
+from ops.cpu.load import CpuOptions
+from ops.op_set import RecurrentBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +25,10 @@ KERNEL, CHANNELS = 4, 20
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 6, 8, 12
 
 
-@pytest.fixture(params=["reference", "cpu", "gpu"])
+@pytest.fixture(params=["reference", "cpu", "native", "gpu"])
 def ops(request: pytest.FixtureRequest) -> OpSet:
+    if request.param == "native":
+        return load_cpu(CpuOptions(kernels="native", threads=2), print)[0]
     return load(request.param)
 
 
@@ -33,19 +36,25 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def step(rows: Sequence[tuple[int, int, int]]) -> RecurrentBatch:
-    """rows: (state slot, tokens before, new tokens)."""
-    slots, before, lengths = (torch.tensor(column) for column in zip(*rows, strict=True))
-    order = sorted(range(len(rows)), key=lambda b: -rows[b][2])
+def step(
+    rows: Sequence[tuple[int, int, int]],
+    saves: Sequence[tuple[int, int, int]] = (),
+    *,
+    slots: Sequence[int] | None = None,
+) -> RecurrentBatch:
+    """rows: (state slot gone on from, tokens before, new tokens); saves: (row, tokens, slot).
+    slots: where rows are left, if not where they were."""
+    sources = [slot if before else -1 for slot, before, _ in rows]
+    own = [slot for slot, _, _ in rows] if slots is None else slots
+    lengths = [length for _, _, length in rows]
+    stops = sorted([*saves, *zip(range(len(rows)), lengths, own, strict=True)], key=lambda s: s[:2])
     return RecurrentBatch(
-        sources=slots,
-        slots=slots,
-        fresh=before == 0,
-        starts=lengths.cumsum(0) - lengths,
-        lengths=lengths,
-        token_rows=torch.repeat_interleave(torch.arange(len(rows)), lengths),
-        order=torch.tensor(order),
-        counts=tuple(rows[b][2] for b in order),
+        sources=torch.tensor(sources),
+        starts=torch.tensor([0, *accumulate(lengths)]),
+        stops=torch.tensor([sum(s[0] < b for s in stops) for b in range(len(rows) + 1)]),
+        stop_tokens=torch.tensor([tokens for _, tokens, _ in stops]),
+        stop_slots=torch.tensor([slot for _, _, slot in stops]),
+        crossing=any(slot in sources for _, _, slot in saves),
     )
 
 
@@ -113,12 +122,13 @@ def test_a_token_gets_the_same_wherever_steps_begin_and_whatever_is_beside_it(
     ops: OpSet, size: int
 ) -> None:
     """To the bit, states included. The others are longer and shorter, and end earlier and later."""
-    whole, pieces = Sequences(ops, 40), Sequences(ops, 40)
-    wanted = {row: whole.run({row: (0, 40)})[row] for row in range(3)}
+    length = 16 if ops.name == "gpu" else 40  # Triton's interpreter is slow
+    whole, pieces = Sequences(ops, length), Sequences(ops, length)
+    wanted = {row: whole.run({row: (0, length)})[row] for row in range(3)}
     given: dict[int, list[tuple[Tensor, Tensor]]] = {0: [], 1: [], 2: []}
     sizes, at = {0: size, 1: 3, 2: 11}, dict.fromkeys(range(3), 0)
-    while min(at.values()) < 40:
-        step_of = {r: (n, min(n + sizes[r], 40)) for r, n in at.items() if n < 40}
+    while min(at.values()) < length:
+        step_of = {r: (n, min(n + sizes[r], length)) for r, n in at.items() if n < length}
         for row, got in pieces.run(step_of).items():
             given[row].append(got)
             at[row] = step_of[row][1]
@@ -133,23 +143,29 @@ def test_states_are_saved_on_the_way_and_gone_on_from(ops: OpSet) -> None:
     """A saved state is that of a row which ends there, also where another row of the step goes on
     from the slot that it is saved in."""
     rows, shorter = Sequences(ops, 20), Sequences(ops, 20)
-    saves = (SavedRow(0, 1, 2, 3), SavedRow(0, 1, 9, 2), SavedRow(1, 0, 5, 1))
-    batch = step([(0, 0, 9), (1, 0, 12)])
-    batch = replace(batch, slots=torch.tensor([0, 0]), saves=saves)
+    saves = ((0, 2, 3), (0, 9, 2), (1, 5, 1))
+    batch = step([(0, 0, 9), (1, 0, 12)], saves, slots=(0, 0))
     x = torch.cat((rows.x[0, :9], rows.x[1, :12]))
     rows.ops.causal_conv(x, rows.weight, rows.inputs, batch)
     parts = (rows.q, rows.k, rows.v, rows.decay, rows.rate)
     q, k, v, decay, rate = (torch.cat((part[0, :9], part[1, :12])) for part in parts)
     rows.ops.gated_delta(q, k, v, decay, rate, rows.matrices, batch)
-    for row, _, tokens, slot in saves:
+    for row, tokens, slot in saves:
         shorter.run({row: (0, tokens)})
         assert torch.equal(rows.inputs[slot], shorter.inputs[row + 1])
         assert torch.equal(rows.matrices[slot], shorter.matrices[row + 1])
-    # Row 0 goes on from slot 2 and is saved in it.
-    again = replace(step([(1, 9, 6)]), sources=torch.tensor([2]), saves=(SavedRow(0, 0, 1, 2),))
-    got = rows.ops.causal_conv(rows.x[0, 9:15], rows.weight, rows.inputs, again)
-    whole = shorter.run({0: (0, 15)})[0]
-    assert torch.equal(got, whole[0][9:])
+    # Row 0 goes on from slot 2, and row 1 is saved in it.
+    again = step([(2, 9, 6), (1, 5, 3)], [(1, 1, 2), (0, 1, -1)], slots=(1, 0))
+    x = torch.cat((rows.x[0, 9:15], rows.x[1, 5:8]))
+    got = rows.ops.causal_conv(x, rows.weight, rows.inputs, again)
+    q, k, v, decay, rate = (torch.cat((part[0, 9:15], part[1, 5:8])) for part in parts)
+    heads = rows.ops.gated_delta(q, k, v, decay, rate, rows.matrices, again)
+    whole, _ = shorter.run({0: (0, 15)})[0], shorter.run({1: (0, 6)})
+    for ours, want in zip((got[:6], heads[:6]), whole, strict=True):
+        assert torch.equal(ours, want[9:])
+    for slot, row in ((1, 0), (2, 1)):
+        assert torch.equal(rows.inputs[slot], shorter.inputs[row + 1])
+        assert torch.equal(rows.matrices[slot], shorter.matrices[row + 1])
 
 
 def test_a_nan_stays_in_its_row(ops: OpSet) -> None:

@@ -12,6 +12,7 @@
 #include "experts.h"
 #include "kv_codes.h"
 #include "linear.h"
+#include "recurrent.h"
 #include "rows.h"
 #include "sampling.h"
 
@@ -55,7 +56,8 @@ int64_t loom_struct_bytes(int which) {
       sizeof(LoomLinear), sizeof(LoomBatch),          sizeof(LoomAttention), sizeof(LoomPools),
       sizeof(LoomNorm),   sizeof(LoomAttentionBlock), sizeof(LoomMlpBlock),  sizeof(LoomBlock),
       sizeof(LoomDecoder), sizeof(LoomStep),          sizeof(LoomSampling),  sizeof(LoomExpert),
-      sizeof(LoomExperts), sizeof(LoomExpertRows),    sizeof(LoomCodes)};
+      sizeof(LoomExperts), sizeof(LoomExpertRows),    sizeof(LoomCodes),
+      sizeof(LoomRecurrent), sizeof(LoomConv),        sizeof(LoomDelta)};
   return int64_t(bytes[which]);
 }
 
@@ -234,6 +236,18 @@ int loom_sample(LoomContext* c, const LoomSampling* s) { return sample(c->team, 
 
 int loom_experts(LoomContext* c, const LoomExperts* experts, const LoomExpertRows* rows) {
   return run_experts(c->team, *experts, *rows, c->scratch);
+}
+
+int loom_causal_conv(LoomContext* c, const LoomConv* conv, const LoomRecurrent* rows) {
+  if (!rows_fit(*rows)) return LOOM_BAD_STATE;
+  causal_conv(c->team, *conv, *rows);
+  return LOOM_OK;
+}
+
+int loom_gated_delta(LoomContext* c, const LoomDelta* delta, const LoomRecurrent* rows) {
+  if (!rows_fit(*rows)) return LOOM_BAD_STATE;
+  gated_delta(c->team, *delta, *rows);
+  return LOOM_OK;
 }
 
 }  // extern "C"

@@ -41,6 +41,7 @@ enum LoomStatus {
   LOOM_BAD_ROWS = 5,
   LOOM_BAD_LOGIT_TOKEN = 6,
   LOOM_BAD_EXPERT = 7,
+  LOOM_BAD_STATE = 8,
 };
 
 // A packed weight [n, k] with its bias, as `loom_pack` or `loom_pack_codes` wrote it. A layer may
@@ -199,8 +200,36 @@ struct LoomExpertRows {
   int32_t reserved;
 };
 
-// Size of the structs above in their order, from LoomLinear (0) to LoomExpertRows (14): the caller's
-// mirror must agree.
+// Which states the rows of a step go on from, and where they are left, see ops/op_set.py:
+// RecurrentBatch. What is read of `before` nothing writes but the row that goes on from it.
+struct LoomRecurrent {
+  const int64_t *sources, *starts, *stops;        // [batch], [batch + 1], [batch + 1]
+  const int64_t *stop_tokens, *stop_slots;        // [stop_count]
+  int64_t batch, tokens, stop_count;
+  const float* before;  // [before_slots, ...]
+  float* states;        // [slots, ...]
+  int64_t before_slots, slots;
+};
+
+// See OpSet.causal_conv.
+struct LoomConv {
+  const void* x;  // [tokens, channels]
+  const float* weight;  // [kernel, channels]
+  float* out;           // [tokens, channels]
+  int64_t stride, channels, kernel;
+  int32_t type;  // LoomType
+  int32_t reserved;
+};
+
+// See OpSet.gated_delta; q, k and v are strided.
+struct LoomDelta {
+  const float *q, *k, *v, *decay, *rate;
+  float* out;
+  int64_t q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride;
+  int64_t key_heads, value_heads, key_dim, value_dim;
+};
+
+// Size of the structs above as ops/cpu/structs.py counts them: the caller's mirror must agree.
 int64_t loom_struct_bytes(int which);
 
 // Threads and scratch memory. One call at a time.
@@ -242,5 +271,7 @@ int loom_attention(LoomContext*, const void* q, int type, int64_t stride, int64_
 int loom_decode_step(LoomContext*, const LoomDecoder*, const LoomStep*);
 int loom_sample(LoomContext*, const LoomSampling*);
 int loom_experts(LoomContext*, const LoomExperts*, const LoomExpertRows*);
+int loom_causal_conv(LoomContext*, const LoomConv*, const LoomRecurrent*);
+int loom_gated_delta(LoomContext*, const LoomDelta*, const LoomRecurrent*);
 
 }  // extern "C"

@@ -52,6 +52,7 @@ from ops.gpu import (
     experts,
     extend_attention,
     place_heads,
+    recurrent,
     rms_norm,
     rotary,
     sampling,
@@ -67,6 +68,7 @@ from ops.op_set import (
     HeadNorm,
     KvScales,
     Penalties,
+    RecurrentBatch,
     SamplingTensors,
 )
 
@@ -373,6 +375,22 @@ def _experts(dtype: torch.dtype, *, tokens: int = 9, biases: bool = False, bits:
     experts.run_experts(x, ids, weights, packed, "silu", GpuOps())
 
 
+def _recurrent(x: torch.Tensor, rows: RecurrentBatch) -> None:
+    """The shape of a Qwen3-Next-80B-A3B's."""
+    tokens = len(x)
+    recurrent.causal_conv(x, torch.empty(4, 8192), torch.empty(3, 3, 8192), rows)
+    q, k, v = torch.empty(tokens, 8192).split((2048, 2048, 4096), dim=1)
+    q, k, v = (part.unflatten(1, (-1, 128)) for part in (q, k, v))
+    factors, matrices = torch.empty(tokens, 32), torch.empty(3, 32, 128, 128)
+    recurrent.gated_delta(q, k, v, factors, factors, matrices, rows)
+
+
+def _recurrent_rows(longs: Callable[[int], torch.Tensor], rows: int) -> RecurrentBatch:
+    return RecurrentBatch(
+        longs(rows), longs(rows + 1), longs(rows + 1), longs(2 * rows), longs(2 * rows)
+    )
+
+
 _EXTEND = extend_attention.extend_attention
 _DECODE = decode_attention.decode_attention
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -399,6 +417,10 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_d128_fp8": lambda: _attention(_DECODE, 128, 4, tokens=1, dtype=_BF16, kv_codes=_FP8),
     "decode_d64_int8": lambda: _attention(_DECODE, 64, 3, tokens=1, dtype=_FP16, kv_codes=_INT8),
     "elementwise_bf16": lambda: _elementwise(_BF16),
+    "recurrent_bf16": lambda: _recurrent(
+        torch.empty(4, 12288, dtype=_BF16)[:, :8192],
+        _recurrent_rows(partial(torch.zeros, dtype=torch.int64), 4),
+    ),
     "experts_bf16": lambda: _experts(_BF16),
     "experts_fp16_biases": lambda: _experts(_FP16, biases=True),
     "experts_f32": lambda: _experts(_FP32),
@@ -448,6 +470,7 @@ def _steps(rows: int, offset: int) -> Iterator[Callable[[], Any]]:
     yield partial(_experts, _FP32, tokens=rows)
     yield partial(_coded, 4, tokens=min(rows, 16), dtype=_FP32)
     yield partial(_coded, 4, tokens=rows + 16, dtype=_FP32)
+    yield partial(_recurrent, torch.empty(rows, 8192), _recurrent_rows(longs, rows))
     s = SamplingTensors(
         floats(rows), ints(rows), floats(rows), floats(rows), longs(rows), longs(rows), False, True,
         bias=(longs(rows), longs(rows), floats(rows)), banned=(longs(rows), longs(rows)),

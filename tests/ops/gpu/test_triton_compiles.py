@@ -112,6 +112,8 @@ def test_every_launch_compiles_for_every_target(compiled: list[dict]) -> None:
         "_combine_kernel",
         "_coded_linear_kernel",
         "_add_splits_kernel",
+        "_causal_conv_kernel",
+        "_gated_delta_kernel",
         "_add_bias_kernel",
         "_ban_kernel",
         "_penalty_kernel",
