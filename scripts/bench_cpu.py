@@ -17,9 +17,10 @@ Absolute times do not travel between machines, so each headline figure is also g
 a floor measured in the same run: what reading the weights at this machine's memory bandwidth, or
 its matrix products at their peak, would take if nothing else cost time. With --serve it is that of
 the form of weights that the server has chosen (int8 products count as half a bfloat16 one), else of
-bfloat16. The model's size is SmolLM2-135M's unless options say otherwise. --shape serves random
-weights in the shape of a larger model, made on first use in the cache folder (up to 3.4 GB), with
-the floors of that size: `--shape qwen3-0.6b -- --quantization int8`.
+bfloat16; with --path avx2 the arithmetic is that of float32 products in AVX2. The model's size is
+SmolLM2-135M's unless options say otherwise. --shape serves random weights in the shape of a larger
+model, made on first use in the cache folder (up to 3.4 GB), with the floors of that size:
+`--shape qwen3-0.6b -- --quantization int8`.
 
 Greedy, `ignore_eos`, one token per word and chunk. Runs differ in seed, so that no run meets the
 prefix cache of another; the table shows medians over the runs with the smallest and largest value.
@@ -278,7 +279,7 @@ def main(argv: list[str]) -> int:
     runs = []
     try:
         for seed in range(options.seed, options.seed + options.runs):
-            machine = machine.best_of(measure_machine())
+            machine = machine.best_of(measure_machine(path=options.path))
             runs.append(run_once(options, seed, Floors(machine, size)))
     except aiohttp.ClientError as error:
         print(f"{options.base_url}: {error}", file=sys.stderr)

@@ -281,7 +281,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)  # the limits are theirs
-    machine = measure_machine()
+    machine = measure_machine(path=args.path)
     ops, kernels = load_cpu_ops(CpuOptions(args.kernels, args.threads, path=args.path), print)
     if kernels.startswith("native"):
         torch.set_num_threads(1)  # its threads would take the cores from the kernels'

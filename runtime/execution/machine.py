@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,20 @@ def torch_has_bfloat16() -> bool:
     return any(flag() for flag in flags)
 
 
-def measure_machine(repeats: int = 20) -> Machine:
+def measure_machine(repeats: int = 20, path: str | None = None) -> Machine:
     """About five seconds with twenty repeats; meant for an idle machine, so the best of them
-    counts. torch's threads should be as many as the kernels'."""
+    counts. torch's threads should be as many as the kernels'.
+
+    Args:
+        path: an instruction path of the kernels. For those of AVX2 the arithmetic is measured with
+            no more than AVX2, if torch has multiplied nothing yet in this process.
+    """
+    narrow = path is not None and path.startswith("avx2")
+    if narrow:
+        os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX2")
     values = torch.randint(0, 100, (1 << 26,), dtype=torch.int64)  # 512 MB, beyond any cache
     bandwidth = values.nbytes / best_seconds(lambda: values.max(), repeats)
-    dtype = torch.bfloat16 if torch_has_bfloat16() else torch.float32
+    dtype = torch.bfloat16 if torch_has_bfloat16() and not narrow else torch.float32
     peaks = []
     for size in (1024, 2048):
         left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
