@@ -241,7 +241,8 @@ class PackedEmbedding:
         Raises: ValueError: its rows cannot be unpacked.
         """
         kind = getattr(self.linear, "kind", None)
-        if kind not in CODE_SHAPES or self.dtype not in ("float32", "bfloat16"):
+        unpacks = kind == "float16" or kind in CODE_SHAPES
+        if not unpacks or self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"embedding: rows of {kind!r} as {self.dtype!r}")
 
 

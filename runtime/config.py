@@ -256,7 +256,8 @@ class RunnerConfig:
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
-        "type of weights and KV; auto: the checkpoint's, with float16 as bfloat16",
+        "type of weights and KV; auto: the checkpoint's, with float16 as bfloat16 but for weights"
+        " on a CPU with native kernels, which stay so",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     kv_cache_dtype: str = option(

@@ -29,12 +29,13 @@ class ModelSize:
     def in_form(self, form: str) -> ModelSize:
         """With linear layers in a form of weights; the output layer is int8 where they are
         quantized. Operations are counted as the bfloat16 ones that they take the time of: int8
-        instructions do twice as many."""
+        instructions do twice as many, float32 ones, which float16 weights take, half."""
         if form == "bfloat16":
             return self
         body, head = self.token_flops / 2, self.head_flops / 2
         of_body, of_head, share = {
             "float32": (4.0, 4.0, 2.0),
+            "float16": (2.0, 2.0, 2.0),
             "int8": (1.0625, 1.0625, 0.5),
             "int4": (0.625, 1.0625, 0.5),
         }[form]

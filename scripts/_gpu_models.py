@@ -119,7 +119,9 @@ class RandomReader:
         self._generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)
         self._shared: dict[int, Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], *, wide: bool = False) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, wide: bool = False, exact: bool = False
+    ) -> Tensor:
         where = self._where | ({"dtype": torch.float32} if wide else {})
         if len(shape) == 1:
             return torch.ones(shape, **where)
@@ -138,6 +140,7 @@ class RandomReader:
         columns: tuple[int, ...],
         *,
         wide: bool = False,
+        exact: bool = False,
     ) -> Tensor:
         parts = zip(names, rows, strict=True)
         return torch.cat([self.take(name, (n, *columns), wide=wide) for name, n in parts])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FORMS = {
     "float32": (None, torch.float32),
     "bfloat16": (None, torch.bfloat16),
+    "float16": (None, torch.float16),
     "int8": ("int8", torch.bfloat16),
     "int4": ("int4", torch.bfloat16),
 }

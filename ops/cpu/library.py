@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "q2_k": 4, "q3_k": 5, "q4_k": 6}
-KINDS |= {"q5_k": 7, "q6_k": 8, "q5_1": 9, "iq4_nl": 10, "iq4_xs": 11}
-KINDS |= {"int4_zero": 12, "int8_zero": 13}
+TYPES |= {torch.float16: 4}
+KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4, "q2_k": 5, "q3_k": 6}
+KINDS |= {"q4_k": 7, "q5_k": 8, "q6_k": 9, "q5_1": 10, "iq4_nl": 11, "iq4_xs": 12}
+KINDS |= {"int4_zero": 13, "int8_zero": 14}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}
 
 _STATUS = {

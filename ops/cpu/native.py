@@ -1,7 +1,7 @@
 """The CPU's op set on native kernels (`csrc/`): checked calls, one ctypes call per operation.
 
-What the kernels do not have (float16, odd head dimensions) is left to the plain torch ops that this
-class extends.
+What the kernels do not have (float16 activations, odd head dimensions) is left to the plain torch
+ops that this class extends.
 """
 
 from __future__ import annotations
@@ -92,18 +92,16 @@ class NativeOps(CpuOps):
                 raise ValueError(f"quantization {quantization!r} of a weight of integers")
             bias = None if bias is None else _checked_bias(bias, weight.n)
             return native_codes.pack(self.library, self.memory.take, weight, bias)
-        if quantization is None and weight.dtype == torch.float16:
-            return super().pack_linear(weight, bias)
         if quantization not in (None, "int8", "int4"):
             raise ValueError(f"quantization {quantization!r}: expected None, 'int8' or 'int4'")
-        if weight.dtype == torch.float16:
+        if quantization is not None and weight.dtype == torch.float16:
             weight = weight.float()
-        check("weight", weight, (None, None), *FLOATS, strided=True)
+        check("weight", weight, (None, None), *FLOATS, torch.float16, strided=True)
         n, k = weight.shape
         if n == 0 or k == 0:
             raise ValueError(f"weight: shape {[n, k]}, expected at least one row and one column")
         bias = None if bias is None else _checked_bias(bias, n)
-        kind = quantization or ("bfloat16" if weight.dtype == torch.bfloat16 else "float32")
+        kind = quantization or str(weight.dtype).removeprefix("torch.")
         panels = self.memory.take(self.library.packed_bytes(KINDS[kind], n, k))
         self.library.call(
             "loom_pack",
@@ -127,6 +125,8 @@ class NativeOps(CpuOps):
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         if not isinstance(packed, NativeLinear):
             return super().linear(x, packed)
+        if x.dtype == torch.float16:
+            return self.linear(x.float(), packed).to(torch.float16)
         check("x", x, (None, packed.k), *FLOATS, strided=True)
         out = torch.empty((x.shape[0], packed.n), dtype=x.dtype)
         layer = packed.struct()

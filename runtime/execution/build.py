@@ -159,6 +159,7 @@ def _weight_loader(
         rope_layout=rope_layout,
         quantization=device.quantization,
         keeps_codes=device.keeps_codes,
+        keeps_floats=device.keeps_floats,
         progress=progress,
     )
 

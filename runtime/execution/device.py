@@ -91,7 +91,7 @@ class Device:
     """Where steps run, and what can be done there.
 
     Args:
-        dtype: of weights and activations.
+        dtype: of activations, and of weights that are kept in no type of their own.
         queued: kernels are queued: a call returns before the device has done the work.
         pinned: host memory can be page-locked, so that copies run beside the host.
         graphs: steps can be captured and replayed.
@@ -99,6 +99,9 @@ class Device:
         quantization: of the linear layers' weights; None: they are of `dtype`.
         keeps_codes: but for those that are integers in the checkpoint, which stay so in "blocks" or
             in "groups" (`ops.coded_weight`); None: they are expanded.
+        keeps_floats: matrices that are float16 in the checkpoint stay so, and vectors keep their
+            values, whatever `dtype` is.
+        weight_dtype: that most matrices have; None: `dtype`.
         weights: the form of the weights with its reason, in words, where there was a choice.
         chunk_tokens: prefill tokens of a step by default; None: as many as a time allows.
         kv_codes: the type of the codes that keys and values are kept as (`ops.kv_codes`); None:
@@ -117,11 +120,19 @@ class Device:
     description: str
     quantization: str | None = None
     keeps_codes: str | None = None
+    keeps_floats: bool = False
+    weight_dtype: torch.dtype | None = None
     weights: str = ""
     chunk_tokens: int | None = None
     kv_codes: torch.dtype | None = None
     parts: PackedParts | None = None
     compiled_kernels: Callable[[], int] = lambda: 0
+
+    @property
+    def form(self) -> str:
+        """Of the linear layers' weights, but for those that are kept as integers: a key of
+        `ops.cpu.forms.FORMS` on a CPU."""
+        return self.quantization or str(self.weight_dtype or self.dtype).removeprefix("torch.")
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -284,6 +295,8 @@ def _open_cpu(
         weights=form.words,
         quantization=form.quantization,
         keeps_codes="blocks" if form.keeps_codes else None,
+        keeps_floats=form.keeps_floats,
+        weight_dtype=stored.dtype if form.keeps_floats and stored.dtype is torch.float16 else None,
         kv_codes=CODE_DTYPES.get(config.kv_cache_dtype),
         parts=PackedParts(op_set) if isinstance(op_set, NativeOps) else None,
     )
@@ -325,7 +338,8 @@ def _quantization(config: RunnerConfig) -> str | None:
 
 
 def _dtype(option: str, checkpoint: torch.dtype, *, bfloat16: bool) -> torch.dtype:
-    """float16 is never chosen by itself: activations beyond its 65504 turn into NaN."""
+    """float16 is never chosen by itself: activations beyond its 65504 turn into NaN.
+    Weights may be kept in it all the same (`Device.keeps_floats`)."""
     if option != "auto":
         return DTYPES[option]
     if checkpoint in (torch.bfloat16, torch.float16) and bfloat16:

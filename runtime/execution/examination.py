@@ -42,7 +42,6 @@ def examine(
     checkpoint = open_checkpoint(path)
     stored = stored_weights(checkpoint, published_form)
     device = open_device(config, stored, progress)
-    dtype = str(device.dtype).removeprefix("torch.")
     machine, costs = None, tuple[FormCost, ...]()
     if isinstance(device.ops, NativeOps) and stored.shapes:
         library = device.ops.library
@@ -65,7 +64,7 @@ def examine(
         compiler=_compiler(),
         device=device.description,
         weights=device.weights,
-        chosen=device.quantization or dtype,
+        chosen=device.form,
         rows=ROWS,
         machine=machine,
         costs=costs,
@@ -82,8 +81,8 @@ def _cost(
 ) -> FormCost:
     packed = scale * sum(ops.library.packed_bytes(KINDS[form], n, k) for n, k in shapes)
     # What a product with a weight of this form takes, in bfloat16 ones: int8 instructions do twice
-    # as many of them, float32 ones half.
-    share = {"float32": 2.0, "bfloat16": 1.0}.get(form, 0.5)
+    # as many of them, float32 ones (of float16 weights, too) half.
+    share = {"float32": 2.0, "float16": 2.0, "bfloat16": 1.0}.get(form, 0.5)
     flops = 2 * scale * sum(n * k for n, k in shapes) * share
     return FormCost(
         form,

@@ -138,7 +138,7 @@ class ModelRunner:
             details={
                 "device": device.description,
                 "dtype": str(device.dtype).removeprefix("torch."),
-                "weights": device.quantization or str(device.dtype).removeprefix("torch."),
+                "weights": device.form,
                 "kv_dtype": str(device.kv_dtype).removeprefix("torch."),
                 "ops": device.ops.name,
                 "decoder": "op by op" if decoder.compiled is None else "compiled",

@@ -104,7 +104,7 @@ class PackedWeights:
 
     def _key(self, parts: PackedParts, sampled_ids: int) -> str:
         device = self._device
-        form = device.quantization, device.keeps_codes
+        form = device.quantization, device.keeps_codes, device.keeps_floats
         what = (parts.library.name, str(device.dtype), *form, sampled_ids, code_digest())
         digest = hashlib.sha256(weights_fingerprint(self._path))
         digest.update(repr(what).encode())

@@ -1,10 +1,11 @@
 """In which form a model's linear layers are kept, and why.
 
 Weights stay as the checkpoint has them: kernels read them faster than anything wider, since a step
-of few rows is bound by their bytes. Where they are values of a quantization already (the embedded
-model's are), that form holds them in a quarter of bfloat16's bytes, but its inputs are rounded to
-int8 and its arithmetic is another: it is taken where it was measured to be no slower, from one row
-to a chunk of a prompt. Which is faster depends on the machine's instructions, so nothing but a
+of few rows is bound by their bytes. That holds for float16 as well, though activations beyond its
+65504 are kept in bfloat16. Where weights are values of a quantization already (the embedded model's
+are), that form holds them in a quarter of bfloat16's bytes, but its inputs are rounded to int8 and
+its arithmetic is another: it is taken where it was measured to be no slower, from one row to a
+chunk of a prompt. Which is faster depends on the machine's instructions, so nothing but a
 measurement can tell; it is made once and remembered beside the compiled kernels.
 
 A GPU has one form for integers in groups: its kernels round nothing that floats would not.
@@ -58,11 +59,13 @@ class WeightForm:
 
     Args:
         keeps_codes: matrices that are integers in the file stay so.
+        keeps_floats: see `runtime.execution.device.Device`.
     """
 
     quantization: str | None
     words: str
     keeps_codes: bool = False
+    keeps_floats: bool = False
 
 
 def layer_shapes(tensors: Mapping[str, TensorInfo]) -> tuple[tuple[int, int], ...]:
@@ -96,17 +99,23 @@ def choose_form(
     """The form of a CPU's weights.
 
     Args:
-        dtype: of weights that are not quantized, chosen already.
+        dtype: of weights that are kept in no type of their own, chosen already.
         library: the file of the native kernels; None where plain torch runs.
     """
     asked = config.quantization
     if asked not in (None, "none"):
         return WeightForm(asked, f"{asked}, as asked for")
+    native = library is not None
+    keeps_floats = native and config.dtype == "auto"
+    if keeps_floats and stored.dtype is torch.float16:
+        dtype = "float16"
     if asked == "none" or config.dtype != "auto":
-        return WeightForm(None, f"{dtype}, as asked for")
-    if stored.kinds and library is not None:
-        return WeightForm(None, f"{', '.join(stored.kinds)}, as the file has them", True)
-    plain = WeightForm(None, f"{dtype}, {_why(dtype, stored.dtype, native=library is not None)}")
+        return WeightForm(None, f"{dtype}, as asked for", keeps_floats=keeps_floats)
+    if stored.kinds and native:
+        words = f"{', '.join(stored.kinds)}, as the file has them"
+        return WeightForm(None, words, keeps_codes=True, keeps_floats=True)
+    words = f"{dtype}, {_why(dtype, stored.dtype, native=native)}"
+    plain = WeightForm(None, words, keeps_floats=keeps_floats)
     if stored.form is None or library is None or not stored.shapes:
         return plain
     times = remembered_times(library, stored.shapes, (dtype, stored.form))
@@ -115,7 +124,9 @@ def choose_form(
     measured = f"of {dtype}'s time it takes, by rows of a step, {measured}"
     if max(shares) > _NOISE:
         return WeightForm(
-            None, f"{dtype}, since {stored.form} is not always faster here: {measured}"
+            None,
+            f"{dtype}, since {stored.form} is not always faster here: {measured}",
+            keeps_floats=True,
         )
     return WeightForm(stored.form, f"{stored.form}, what the file holds and no slower: {measured}")
 

@@ -59,10 +59,12 @@ class _Reader:
         rope_layout: RopeLayout,
         quantization: str | None,
         keeps_codes: str | None,
+        keeps_floats: bool,
         progress: Callable[[str], None],
     ) -> None:
         self.ops = ops
         self.keeps_codes = keeps_codes
+        self.keeps_floats = keeps_floats
         self.quantization = quantization
         self.rope_layout = rope_layout
         self.prefix = ""
@@ -82,9 +84,11 @@ class _Reader:
         for name in [name for name in self._left if name.startswith(prefix)]:
             self.skip(name)
 
-    def take(self, name: str, shape: tuple[int, ...], *, wide: bool = False) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, wide: bool = False, exact: bool = False
+    ) -> Tensor:
         """Raises: ModelError: no such tensor, not of this shape, or not of a float type."""
-        taken = self._empty(shape, wide)
+        taken = self._empty((name,), shape, wide, exact)
         self._read(name, taken)
         return taken
 
@@ -95,15 +99,26 @@ class _Reader:
         columns: tuple[int, ...],
         *,
         wide: bool = False,
+        exact: bool = False,
     ) -> Tensor:
         """See `WeightReader.stacked`."""
-        stack = self._empty((sum(rows), *columns), wide)
+        stack = self._empty(names, (sum(rows), *columns), wide, exact)
         for name, part in zip(names, stack.split(rows), strict=True):
             self._read(name, part)
         return stack
 
-    def _empty(self, shape: tuple[int, ...], wide: bool) -> Tensor:
+    def _empty(
+        self, names: tuple[str, ...], shape: tuple[int, ...], wide: bool, exact: bool
+    ) -> Tensor:
+        """Memory for these tensors, in the type that they are taken in."""
         dtype = torch.float32 if wide else self._dtype
+        if exact and self.keeps_floats:
+            infos = (self._checkpoint.tensors.get(self.prefix + name) for name in names)
+            stored = {info.dtype for info in infos if info is not None}
+            if len(shape) == 1 and stored != {"bfloat16"}:
+                dtype = torch.float32
+            elif stored == {"float16"} and not wide:
+                dtype = torch.float16
         return empty(shape, device=self._device, dtype=dtype)
 
     def _read(self, name: str, out: Tensor) -> None:
@@ -206,9 +221,10 @@ class WeightLoader:
         rope_layout: RopeLayout,
         quantization: str | None = None,
         keeps_codes: str | None = None,
+        keeps_floats: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """keeps_codes: see `Device`."""
+        """keeps_codes, keeps_floats: see `Device`."""
         self._family = family
         self._checkpoint = checkpoint
         self._ops = ops
@@ -221,6 +237,7 @@ class WeightLoader:
             rope_layout=rope_layout,
             quantization=quantization,
             keeps_codes=keeps_codes,
+            keeps_floats=keeps_floats,
             progress=progress,
         )
 
@@ -289,10 +306,11 @@ class WeightLoader:
         yield self._root, self._family.model.final_norm
 
     def _embedding(self) -> Any:
-        """The embedding, as `OpSet.embed` takes it: packed where it is integers."""
+        """The embedding, as `OpSet.embed` takes it: packed where it is kept in another type than
+        the model's."""
         self._reader.prefix = self._root
         weight = self._family.model.embedding.weight(self._reader)
-        if not isinstance(weight, _KEPT):
+        if not isinstance(weight, _KEPT) and weight.dtype is self._dtype:
             return weight
         packed: Any = self._ops.pack_linear(cast("Any", weight))
         return PackedEmbedding(packed, str(self._dtype).removeprefix("torch."))

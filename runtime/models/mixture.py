@@ -67,9 +67,9 @@ class StackedExperts(Source):
 
     def _experts(self, reader: WeightReader) -> Iterator[Expert]:
         count, hidden, inner = self.count, self.hidden_size, self.intermediate_size
-        gate_up = reader.take(f"{self.path}.gate_up_proj", (count, hidden, 2 * inner))
+        gate_up = reader.take(f"{self.path}.gate_up_proj", (count, hidden, 2 * inner), exact=True)
         gate_up_bias = reader.take(f"{self.path}.gate_up_proj_bias", (count, 2 * inner))
-        down = reader.take(f"{self.path}.down_proj", (count, inner, hidden))
+        down = reader.take(f"{self.path}.down_proj", (count, inner, hidden), exact=True)
         down_bias = reader.take(f"{self.path}.down_proj_bias", (count, hidden))
         for i in range(count):
             rows, bias = gate_up[i].t(), gate_up_bias[i]

@@ -66,7 +66,7 @@ class Sorted(Source):
 
     def _stack(self, reader: WeightReader, suffix: str, *columns: int) -> Tensor:
         rows = sum(self.parts)
-        stored = reader.take(self.name + suffix, (self.groups * rows, *columns))
+        stored = reader.take(self.name + suffix, (self.groups * rows, *columns), exact=True)
         kinds = stored.view(self.groups, rows, *columns).split(self.parts, dim=1)
         taken = [kinds[kind].flatten(0, 1) for kind in self.kinds]
         if self.below is not None:

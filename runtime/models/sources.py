@@ -35,9 +35,14 @@ class WeightReader(Protocol):
     quantization: str | None
     rope_layout: RopeLayout
 
-    def take(self, name: str, shape: tuple[int, ...], *, wide: bool = False) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, wide: bool = False, exact: bool = False
+    ) -> Tensor:
         """A tensor of the layer, on the device in the model's type, or in float32 if `wide`.
 
+        Args:
+            exact: whoever takes it can do with other types, too: where the device keeps floats as
+                they are, matrices of float16 stay so, and vectors come in float32.
         Raises: ModelError: there is none, or it has another shape or no float type.
         """
         ...
@@ -49,6 +54,7 @@ class WeightReader(Protocol):
         columns: tuple[int, ...],
         *,
         wide: bool = False,
+        exact: bool = False,
     ) -> Tensor:
         """Tensors of so many rows, one below the other. See `take`."""
         ...
@@ -94,7 +100,7 @@ class Vector(Source):
     offset: float = 0.0
 
     def load(self, reader: WeightReader) -> Tensor:
-        weight = reader.take(f"{self.name}.weight", (self.size,))
+        weight = reader.take(f"{self.name}.weight", (self.size,), exact=True)
         return weight.to(torch.float32) + self.offset if self.offset else weight
 
 
@@ -145,8 +151,9 @@ class Linear(Source):
         """The stack [sum of outputs, *columns], not packed."""
         names = tuple(name + suffix for name in self.names)
         if len(names) == 1:
-            return reader.take(names[0], (sum(self.outputs), *columns), wide=self.wide)
-        return reader.stacked(names, self.outputs, columns, wide=self.wide)
+            shape = (sum(self.outputs), *columns)
+            return reader.take(names[0], shape, wide=self.wide, exact=True)
+        return reader.stacked(names, self.outputs, columns, wide=self.wide, exact=True)
 
 
 def loaded(described: Any, reader: WeightReader) -> Any:

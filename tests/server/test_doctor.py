@@ -35,7 +35,7 @@ def test_it_names_the_choice_and_what_each_form_would_cost(
     assert "20.0 GB/s read, 400 GFLOP/s" in said
     assert re.search(rf"^weights +{chosen}, as ", said, re.MULTILINE)
     rows = re.findall(r"^([* ]) (\w+) +\d+((?: +[\d.]+ \([\d.]+\))+)$", said, re.MULTILINE)
-    assert [form for _, form, _ in rows] == ["float32", "bfloat16", "int8", "int4"]
+    assert [form for _, form, _ in rows] == ["float32", "bfloat16", "float16", "int8", "int4"]
     assert [form for mark, form, _ in rows if mark == "*"] == [chosen]
     assert all(len(re.findall(r"\(", cells)) == 3 for _, _, cells in rows)
 

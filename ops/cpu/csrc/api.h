@@ -7,26 +7,27 @@
 
 extern "C" {
 
-// The last two only in KV pools.
-enum LoomType { LOOM_F32 = 0, LOOM_BF16 = 1, LOOM_INT8 = 2, LOOM_FP8 = 3 };
+// Bytes only in KV pools, halves only of weights that are packed as such.
+enum LoomType { LOOM_F32 = 0, LOOM_BF16 = 1, LOOM_INT8 = 2, LOOM_FP8 = 3, LOOM_F16 = 4 };
 
 // How a linear layer's weight is stored; the quantized kinds are told in forms.h.
 enum LoomKind {
   LOOM_KIND_F32 = 0,
   LOOM_KIND_BF16 = 1,
-  LOOM_KIND_INT8 = 2,
-  LOOM_KIND_INT4 = 3,
-  LOOM_KIND_Q2_K = 4,
-  LOOM_KIND_Q3_K = 5,
-  LOOM_KIND_Q4_K = 6,
-  LOOM_KIND_Q5_K = 7,
-  LOOM_KIND_Q6_K = 8,
-  LOOM_KIND_Q5_1 = 9,
-  LOOM_KIND_IQ4_NL = 10,
-  LOOM_KIND_IQ4_XS = 11,
-  LOOM_KIND_INT4_ZERO = 12,
-  LOOM_KIND_INT8_ZERO = 13,
-  LOOM_KINDS = 14,
+  LOOM_KIND_F16 = 2,
+  LOOM_KIND_INT8 = 3,
+  LOOM_KIND_INT4 = 4,
+  LOOM_KIND_Q2_K = 5,
+  LOOM_KIND_Q3_K = 6,
+  LOOM_KIND_Q4_K = 7,
+  LOOM_KIND_Q5_K = 8,
+  LOOM_KIND_Q6_K = 9,
+  LOOM_KIND_Q5_1 = 10,
+  LOOM_KIND_IQ4_NL = 11,
+  LOOM_KIND_IQ4_XS = 12,
+  LOOM_KIND_INT4_ZERO = 13,
+  LOOM_KIND_INT8_ZERO = 14,
+  LOOM_KINDS = 15,
 };
 
 // See ops/blocks/dense_mlp.py: act_and_mul.
@@ -133,7 +134,7 @@ struct LoomDecoder {
   int64_t vocab, hidden, blocks;
   int32_t embedding_type;  // LoomType, or negative: packed
   float embed_scale, logit_scale, logit_soft_cap;
-  const void* embedding;   // [embedding_rows, hidden], or a LoomLinear of a quantized kind
+  const void* embedding;   // [embedding_rows, hidden], or a LoomLinear whose rows can be unpacked
   int64_t embedding_rows;  // may be more than can be sampled
   const LoomBlock* block;
   LoomNorm final_norm;
@@ -238,13 +239,14 @@ LoomContext* loom_open(int threads, int pin);
 void loom_close(LoomContext*);
 
 int64_t loom_packed_bytes(int kind, int64_t n, int64_t k);
+// LOOM_KIND_F16 takes LOOM_F16 alone, which no other kind takes.
 void loom_pack(LoomContext*, int kind, const void* weight, int type, int64_t n, int64_t k,
                int64_t stride, void* out);
 // A checksum of bytes, the same for any number of threads.
 uint64_t loom_checksum(LoomContext*, const void* data, int64_t bytes);
 // The same from numbers; k is a multiple of the kind's span.
 void loom_pack_codes(LoomContext*, int kind, const LoomCodes*, int64_t n, int64_t k, void* out);
-// Rows of a weight of a quantized kind as floats, [count, k] of type.
+// Rows of a weight of halves or of a quantized kind as floats, [count, k] of type.
 int loom_unpack_rows(LoomContext*, const LoomLinear*, const int64_t* rows, int64_t count, int type,
                      void* out);
 // Asks the system for large pages behind a buffer; without them the streams of a step miss the TLB.

@@ -1,4 +1,5 @@
-// Weights of the quantized kinds from their numbers into panels, and back; see forms.h.
+// Weights of the quantized kinds from their numbers into panels, and back; see forms.h. Rows of
+// halves come back, too.
 #include <algorithm>
 #include <cstring>
 
@@ -107,14 +108,18 @@ void pack_codes(int kind, const LoomCodes& codes, int64_t n, int64_t k, int64_t 
 void unpack_row(const LoomLinear& layer, int64_t row, float* out) {
   auto [panel, kind] = panel_at(layer, row / kPanel);
   int lane = int(row % kPanel);
-  CodeForm form = form_of(kind);
-  int64_t groups = padded_k(kind, layer.k) / kGroup;
-  const char* scales = panel + groups * 64 * form.lines();
-  auto half_at = [&](const char* at, int i) {
+  auto half_at = [&](const char* at, int64_t i) {
     half h;
     memcpy(&h, at + 2 * i, 2);
     return to_float_half(h);
   };
+  if (kind == LOOM_KIND_F16) {
+    for (int64_t i = 0; i < layer.k; i++) out[i] = half_at(panel, kPanel * i + lane);
+    return;
+  }
+  CodeForm form = form_of(kind);
+  int64_t groups = padded_k(kind, layer.k) / kGroup;
+  const char* scales = panel + groups * 64 * form.lines();
   for (int64_t g = 0; g < groups; g++) {
     uint8_t codes[kGroup];
     get_codes(form.bits, panel + g * 64 * form.lines(), lane, codes);

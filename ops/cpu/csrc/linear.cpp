@@ -36,6 +36,15 @@ void float_tile(const Tile& t) {
   }
 }
 
+template <int kind, int R, int P>
+void narrow_tile(const Tile& t) {
+  if constexpr (pair_fits(R)) {
+    tile_narrow_by_fma<kind, R, P>(t);
+  } else {
+    one_by_one(t, tile_narrow_by_fma<kind, R, 1>);
+  }
+}
+
 template <int R, int P>
 void bf16_tile(const Tile& t) {
 #if defined(__AVX512BF16__)
@@ -43,11 +52,7 @@ void bf16_tile(const Tile& t) {
 #elif defined(LOOM_BFMMLA)
   one_by_one(t, tile_bf16_by_matrix<R>);
 #else
-  if constexpr (pair_fits(R)) {
-    tile_bf16_by_fma<R, P>(t);
-  } else {
-    one_by_one(t, tile_bf16_by_fma<R, 1>);
-  }
+  narrow_tile<LOOM_KIND_BF16, R, P>(t);
 #endif
 }
 
@@ -59,6 +64,11 @@ constexpr TileTable<sizeof...(R)> float_table(std::index_sequence<R...>) {
 template <int panels, size_t... R>
 constexpr TileTable<sizeof...(R)> bf16_table(std::index_sequence<R...>) {
   return {bf16_tile<R + 1, panels>...};
+}
+
+template <size_t... R>
+constexpr TileTable<sizeof...(R)> half_table(std::index_sequence<R...>) {
+  return {narrow_tile<LOOM_KIND_F16, R + 1, 2>...};
 }
 
 template <int kind, int R>
@@ -78,6 +88,7 @@ constexpr TileTable<sizeof...(R)> quantized_table(std::index_sequence<R...>) {
 constexpr auto kFloatTiles = float_table<2>(std::make_index_sequence<kRowTile>());
 constexpr auto kFloatWideTiles = float_table<4>(std::make_index_sequence<kWideRowTile>());
 constexpr auto kBf16Tiles = bf16_table<2>(std::make_index_sequence<kRowTile>());
+constexpr auto kHalfTiles = half_table(std::make_index_sequence<kRowTile>());
 template <int kind>
 constexpr auto kQuantizedTiles =
     quantized_table<kind>(std::make_index_sequence<kQuantizedRowTile>());
@@ -98,6 +109,7 @@ struct Tiles {
 
 Tiles tiles_of(int kind) {
   if (is_quantized(kind)) return {kTilesByKind[size_t(kind - LOOM_KIND_INT8)], kQuantizedRowTile};
+  if (kind == LOOM_KIND_F16) return {kHalfTiles.data(), kRowTile};
   return {kind == LOOM_KIND_BF16 ? kBf16Tiles.data() : kFloatTiles.data(), kRowTile};
 }
 
@@ -106,7 +118,7 @@ int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 int64_t lines_of(int kind, int64_t k) {
   int64_t wide = padded_k(kind, k);
   if (is_quantized(kind)) return wide / kGroup * form_of(kind).lines();
-  return kind == LOOM_KIND_BF16 ? wide / 2 : wide;
+  return kind == LOOM_KIND_F32 ? wide : wide / 2;
 }
 
 }  // namespace
@@ -130,6 +142,7 @@ Format input_format(int kind) {
 
 int64_t padded_k(int kind, int64_t k) {
   if (is_quantized(kind)) return round_up(k, kGroup);
+  if (kind == LOOM_KIND_F16) return round_up(k, 2);
   return kind == LOOM_KIND_BF16 ? round_up(k, kBf16Block) : k;
 }
 
@@ -337,24 +350,26 @@ void run_whole(const Piece& piece, const RowTiles& tiles) {
 
 #if !defined(LOOM_ZMM)
 // Sixteen registers hold little, so all that a row tile reads must come from the first cache: K is
-// walked in blocks whose lines stay there for all row tiles, as floats (bfloat16 is widened once per
-// block). Sums wait in memory between blocks as the float32 that they are in the registers, so each
+// walked in blocks whose lines stay there for all row tiles, as floats (what has 16 bits is widened
+// once per block). Sums wait in memory between blocks as the float32 that they are in the registers, so each
 // is still one accumulator that walks K upwards.
 constexpr int64_t kBlockK = 128, kBlockTiles = 16;
 
 // Lines of `panel` from `begin` on as floats; `ahead` null or a panel to fetch meanwhile.
-const char* widened(const char* panel, const char* ahead, int64_t begin, int64_t count, float* out) {
+template <int kind>
+const char* widen_pairs(const char* panel, const char* ahead, int64_t begin, int64_t count,
+                        float* out) {
   for (int64_t s = begin; s < begin + count; s++, out += 2 * kPanel) {
     if (ahead) prefetch(ahead + 64 * s);
-    store(out, pair_even(panel + 64 * s));
-    store(out + kPanel, pair_odd(panel + 64 * s));
+    for (int k = 0; k < 2; k++) store(out + kPanel * k, widened<kind>(panel + 64 * s, k));
   }
   return (const char*)(out - 2 * kPanel * count);
 }
 
 void run_blocked(const Piece& piece, const RowTiles& tiles) {
   alignas(64) float sums[kBlockTiles * kRowTile * kPair], panels[2][kBlockK * kPanel];
-  bool wide = piece.layer.kind == LOOM_KIND_F32;
+  bool wide = piece.layer.kind == LOOM_KIND_F32, of_halves = piece.layer.kind == LOOM_KIND_F16;
+  auto widen = of_halves ? widen_pairs<LOOM_KIND_F16> : widen_pairs<LOOM_KIND_BF16>;
   int64_t k = padded_k(piece.layer.kind, piece.layer.k);
   for (int64_t first = tiles.first; first < tiles.last; first += kBlockTiles) {
     int64_t last = std::min(first + kBlockTiles, tiles.last), top = tiles.begin(first);
@@ -364,8 +379,8 @@ void run_blocked(const Piece& piece, const RowTiles& tiles) {
       PanelPair now = piece.now;
       now.panel0 += 64 * at, now.panel1 += 64 * at;
       if (!wide) {
-        now.panel0 = widened(piece.now.panel0, ahead.panel0, at / 2, steps / 2, panels[0]);
-        now.panel1 = widened(piece.now.panel1, ahead.panel1, at / 2, steps / 2, panels[1]);
+        now.panel0 = widen(piece.now.panel0, ahead.panel0, at / 2, steps / 2, panels[0]);
+        now.panel1 = widen(piece.now.panel1, ahead.panel1, at / 2, steps / 2, panels[1]);
       }
       for (int64_t i = first; i < last; i++) {
         int64_t begin = tiles.begin(i), end = tiles.begin(i + 1);

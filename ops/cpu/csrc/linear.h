@@ -5,6 +5,7 @@
 //   float32   1 k a line:  16 floats
 //   bfloat16  2 k a line:  16 pairs (k, k + 1), what one dpbf16 instruction takes; for bfmmla 4 k in
 //             two lines: 16 quads
+//   float16   2 k a line:  16 halves of the one, then of the other
 //   int8      4 k a line:  16 quads of unsigned bytes (w / scale + 128); after the lines, 16 half
 //             scales per 32 k
 //   int4      8 k a line:  16 quads in the low halves (k .. k + 3) and in the high halves
@@ -137,7 +138,8 @@ constexpr int kWideRowTile = 1;
 // dst[j] = a * activation(gate[j]) * up[j] for 16 lanes.
 F16 act_and_mul(int activation, F16 gate, F16 up);
 
-// x as panels of `kind`, see above. Panels first <= p < last are written.
+// x as panels of `kind`, see above. Panels first <= p < last are written. Halves are packed from
+// halves (LOOM_F16), which no other kind is.
 void pack_panels(int kind, const void* weight, int type, int64_t n, int64_t k, int64_t stride,
                  int64_t first, int64_t last, char* out);
 
@@ -145,7 +147,7 @@ void pack_panels(int kind, const void* weight, int type, int64_t n, int64_t k, i
 void pack_codes(int kind, const LoomCodes& codes, int64_t n, int64_t k, int64_t first, int64_t last,
                 char* out);
 
-// Row `row` of a layer of a quantized kind, as floats [k].
+// Row `row` of a layer of halves or of a quantized kind, as floats [k].
 void unpack_row(const LoomLinear& layer, int64_t row, float* out);
 
 // A panel of a layer: where it begins, and its kind.

@@ -115,13 +115,29 @@ void pack_panel(int kind, const T* weight, int64_t n, int64_t k, int64_t stride,
   }
 }
 
+// Halves as they are: sixteen of one k, then of the next.
+void pack_halves(const half* weight, int64_t n, int64_t k, int64_t stride, int64_t first,
+                 half* panel) {
+  int64_t lanes = std::min<int64_t>(kPanel, n - first), wide = padded_k(LOOM_KIND_F16, k);
+  if (lanes < kPanel || k < wide) std::fill(panel, panel + kPanel * wide, half(0));
+  for (int64_t at = 0; at < k; at += kGroup) {
+    int64_t end = std::min<int64_t>(at + kGroup, k);
+    for (int64_t lane = 0; lane < lanes; lane++) {
+      const half* row = weight + (first + lane) * stride;
+      for (int64_t i = at; i < end; i++) panel[kPanel * i + lane] = row[i];
+    }
+  }
+}
+
 }  // namespace
 
 void pack_panels(int kind, const void* weight, int type, int64_t n, int64_t k, int64_t stride,
                  int64_t first, int64_t last, char* out) {
   int64_t bytes = panel_bytes(kind, k);
   for (int64_t p = first; p < last; p++) {
-    if (type == LOOM_BF16) {
+    if (kind == LOOM_KIND_F16) {
+      pack_halves((const half*)weight, n, k, stride, p * kPanel, (half*)(out + p * bytes));
+    } else if (type == LOOM_BF16) {
       pack_panel(kind, (const bf16*)weight, n, k, stride, p * kPanel, out + p * bytes);
     } else {
       pack_panel(kind, (const float*)weight, n, k, stride, p * kPanel, out + p * bytes);

@@ -75,9 +75,16 @@ void tile_f32(const Tile& t) {
   acc.finish(t);
 }
 
-// x float, panels bfloat16 pairs.
-template <int R, int P>
-void tile_bf16_by_fma(const Tile& t) {
+// Sixteen numbers of one k, the first or the second of a line, as floats.
+template <int kind>
+inline F16 widened(const char* line, int k) {
+  if constexpr (kind == LOOM_KIND_F16) return load_half((const half*)line + kPanel * k);
+  return k ? pair_odd(line) : pair_even(line);
+}
+
+// x float, panels of two k a line, which are widened.
+template <int kind, int R, int P>
+void tile_narrow_by_fma(const Tile& t) {
   Accumulators<R, P> acc;
   acc.start(t);
   walk(t, [&](int64_t s) {
@@ -85,10 +92,7 @@ void tile_bf16_by_fma(const Tile& t) {
     for (int i = 0; i < 2; i++) {
       F16 b[P];
 #pragma GCC unroll 4
-      for (int p = 0; p < P; p++) {
-        const char* line = panel_of<P>(t, p) + 64 * s;
-        b[p] = i ? pair_odd(line) : pair_even(line);
-      }
+      for (int p = 0; p < P; p++) b[p] = widened<kind>(panel_of<P>(t, p) + 64 * s, i);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
         F16 x = splat(((const float*)(t.x + r * t.x_stride))[2 * s + i]);

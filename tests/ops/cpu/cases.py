@@ -127,9 +127,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(
-    ops: OpSet, dtype: torch.dtype, *, quantization: str | None = None, **changes: Any
+    ops: OpSet,
+    dtype: torch.dtype,
+    *,
+    quantization: str | None = None,
+    matrix_dtype: torch.dtype | None = None,
+    **changes: Any,
 ) -> DecoderModel:
-    """`TINY` with changes. Random weights, the same for every op set."""
+    """`TINY` with changes. Random weights, the same for every op set.
+
+    Args: matrix_dtype: of the linear layers' weights; None: `dtype`.
+    """
     shape = TINY | changes
     rand, hidden = generator(7), shape["hidden_size"]
 
@@ -137,7 +145,7 @@ def tiny_model(
         return (torch.randn(*sizes, generator=rand) * scale).to(dtype)
 
     def linear(n: int, k: int) -> Any:
-        weight = tensor(n, k, scale=k**-0.5)
+        weight = tensor(n, k, scale=k**-0.5).to(matrix_dtype or dtype)
         added = tensor(n, scale=0.1)  # drawn always, so that every variant has the same weights
         return ops.pack_linear(weight, added if shape["bias"] else None, quantization=quantization)
 

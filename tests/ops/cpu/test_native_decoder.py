@@ -81,6 +81,15 @@ def test_logits_equal_the_reference(
     assert torch.equal(got.isfinite(), torch.ones_like(got, dtype=torch.bool))
 
 
+def test_halves_as_weights_give_the_logits_of_their_values(native: NativeOps) -> None:
+    """All else is float32: so are the sums, whose bits are those of float32 weights."""
+    model, decoder = compiled(native, torch.float32, matrix_dtype=torch.float16, bias=True)
+    got = decoder(prefill_step(model, ROWS, torch.float32))
+    want = exact(torch.float32, matrix_dtype=torch.float16, bias=True)
+    logits = want(prefill_step(model, ROWS, torch.float32))
+    assert float((got - logits).abs().max()) <= 2e-5 * float(logits.abs().max())
+
+
 def run_in_chunks(
     model: DecoderModel, decoder: CompiledDecoder, dtype: torch.dtype, rows: list[int], chunk: int
 ) -> list[Tensor]:
@@ -216,7 +225,7 @@ def test_a_parallel_block_reads_what_the_block_before_it_read() -> None:
     torch.testing.assert_close(Decoder(model, ops)(again), want)
 
 
-def test_float16_runs_op_by_op_on_torch(best: NativeOps) -> None:
+def test_activations_of_float16_run_op_by_op(best: NativeOps) -> None:
     model = tiny_model(best, torch.float16)
     decoder = Decoder(model, best)
     assert decoder.compiled is None

@@ -90,6 +90,17 @@ def test_a_later_start_reads_no_tensor_and_computes_the_same(options, model, cac
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (state.st_ino, state.st_mtime_ns)
 
 
+def test_weights_of_float16_stay_so_in_the_file(tmp_path, cache, reads):
+    folder = tmp_path / "half"
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = make_model(folder, "qwen3_moe", **experts)
+    model.half().save_pretrained(folder)
+    first = logits(folder, cache)
+    reads.clear()
+    assert torch.equal(logits(folder, cache), first)
+    assert not reads
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8},  # norms with an offset
     "qwen2": {},  # biases
@@ -328,7 +339,6 @@ def test_what_a_killed_process_left_goes_after_a_day(model, cache):
 
 def test_small_models_and_those_of_other_ops_have_no_file(model, cache, monkeypatch):
     logits(model, cache, cpu_kernels="torch")
-    logits(model, cache, dtype="float16")
     monkeypatch.setattr(packed_weights, "LEAST_WEIGHTS", 1 << 24)
     logits(model, cache)
     assert not files(cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,12 +50,30 @@ def test_it_is_not_taken_where_some_number_of_rows_is_slower(times, slow: int) -
         ({"quantization": "none"}, Q4, None, "bfloat16, as asked for"),
         ({"dtype": "bfloat16"}, Q4, None, "bfloat16, as asked for"),
         ({}, StoredWeights(torch.bfloat16), None, "bfloat16, as the checkpoint has them"),
-        ({}, StoredWeights(torch.float16), None, "bfloat16, for the checkpoint's float16"),
+        ({}, StoredWeights(torch.float16), None, "float16, as the checkpoint has them"),
+        ({"quantization": "none"}, StoredWeights(torch.float16), None, "float16, as asked for"),
+        ({"dtype": "bfloat16"}, StoredWeights(torch.float16), None, "bfloat16, as asked for"),
     ],
 )
 def test_options_rule_and_plain_weights_stay(times, options, stored, quantization, words) -> None:
     form = choose_form(RunnerConfig(**options), stored, "bfloat16", LIBRARY)
     assert (form.quantization, form.words) == (quantization, words)
+
+
+def test_floats_are_kept_by_native_kernels_where_no_type_or_quantization_is_asked_for() -> None:
+    stored = StoredWeights(torch.float16, kinds=("int4_zero",))
+    cases: list[tuple[dict[str, Any], Path | None, bool]] = [
+        ({}, LIBRARY, True),
+        ({"quantization": "none"}, LIBRARY, True),
+        ({"quantization": "int8"}, LIBRARY, False),
+        ({"dtype": "bfloat16"}, LIBRARY, False),
+        ({}, None, False),
+    ]
+    for options, library, keeps in cases:
+        form = choose_form(RunnerConfig(**options), stored, "bfloat16", library)
+        assert form.keeps_floats is keeps
+    torch_form = choose_form(RunnerConfig(), StoredWeights(torch.float16), "bfloat16", None)
+    assert torch_form.words == "bfloat16, for the checkpoint's float16"
 
 
 def test_without_native_kernels_nothing_is_quantized(times) -> None:
@@ -67,7 +86,7 @@ def test_native_kernels_keep_two_bytes_a_weight_with_any_instructions(stored, mo
         pytest.skip("this CPU has no native instruction path")
     monkeypatch.setattr("runtime.execution.device.torch_has_bfloat16", lambda: False)
     device = open_device(RunnerConfig(device="cpu", cpu_threads=1), StoredWeights(stored))
-    assert device.dtype == torch.bfloat16
+    assert (device.dtype, device.form) == (torch.bfloat16, str(stored).removeprefix("torch."))
     plain = RunnerConfig(device="cpu", cpu_kernels="torch")
     assert open_device(plain, StoredWeights(stored)).dtype == torch.float32
 

@@ -46,7 +46,10 @@ LoomLinear packed(LoomContext* c, int64_t kind, int64_t n, int64_t k) {
   std::vector<float> w = read<float>(n * k);
   int64_t bytes = (loom_packed_bytes(int(kind), n, k) + 63) / 64 * 64;
   void* panels = aligned_alloc(64, size_t(bytes));
-  loom_pack(c, int(kind), w.data(), LOOM_F32, n, k, k, panels);
+  std::vector<__fp16> halves(w.begin(), w.end());
+  bool narrow = kind == LOOM_KIND_F16;
+  const void* given = narrow ? (const void*)halves.data() : w.data();
+  loom_pack(c, int(kind), given, narrow ? LOOM_F16 : LOOM_F32, n, k, k, panels);
   return {panels, nullptr, n, k, int32_t(kind), 0, nullptr};
 }
 

@@ -20,7 +20,7 @@ import torch
 
 from ops.coded_weight import CodedWeight
 from ops.cpu import build
-from ops.cpu.library import KINDS as CODED_KINDS
+from ops.cpu.library import KINDS as NUMBERS
 from ops.op_set import AttentionSpec, SamplingTensors
 from ops.reference import ReferenceOps
 from tests.missing import missing
@@ -41,7 +41,7 @@ FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-pthread"
 CHECKS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
 # Processors that have what a path needs and, but for the first, no more.
 PROCESSORS = {"neon_matrix": "max", "neon_dot": "neoverse-n1", "neon": "cortex-a53"}
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
 @pytest.fixture(scope="module", params=PROCESSORS)
@@ -116,8 +116,8 @@ def test_linear_layers_give_the_bits_of_avx2(path, harness, avx2):
             x = torch.randn(rows, k, generator=rand)
             if rows == 13:
                 x[3, 5], x[4] = float("nan"), 0.0
-            commands.append(numbers(1, KINDS[kind], n, k, rows) + data(weight, x, bias))
-            weight = weight.bfloat16() if kind == "bfloat16" else weight
+            commands.append(numbers(1, NUMBERS[kind], n, k, rows) + data(weight, x, bias))
+            weight = weight if kind.startswith("int") else weight.to(getattr(torch, kind))
             packed = avx2.pack_linear(weight, bias, quantization=quantization_of(kind))
             want.append(avx2.linear(x, packed))
     check_equal(harness(*commands), want)
@@ -136,7 +136,7 @@ def test_weights_of_integers_give_the_bits_of_avx2(harness, avx2):
         x = torch.randn(7, 512, generator=generator())
         x[3, 5], x[4] = float("nan"), 0.0
         widths = (tensor.shape[1] for tensor in given)
-        head = numbers(7, CODED_KINDS[matrix.kind], 37, 512, 7, *widths)
+        head = numbers(7, NUMBERS[matrix.kind], 37, 512, 7, *widths)
         commands.append(head + data(torch.from_numpy(numbers_of.codes), *given, x))
         want += [values, avx2.linear(x, avx2.pack_linear(CodedWeight((matrix,))))]
     check_equal(harness(*commands), want)
@@ -148,7 +148,7 @@ def test_bfloat16_layers_equal_the_product_in_float64(harness):
     for n, k, rows in ((1, 1, 1), (33, 37, 7), (40, 387, 101), (50, 202, 6)):
         weight, x = torch.randn(n, k, generator=rand), torch.randn(rows, k, generator=rand)
         weight, x, bias = weight.bfloat16().float(), x.bfloat16().float(), torch.randn(n)
-        commands = numbers(1, KINDS["bfloat16"], n, k, rows) + data(weight, x, bias)
+        commands = numbers(1, NUMBERS["bfloat16"], n, k, rows) + data(weight, x, bias)
         got = torch.from_numpy(harness(commands)).view(rows, n)
         want = x.double() @ weight.double().T + bias
         # Sums of 387 products of about 1 in float32.
@@ -163,7 +163,8 @@ def quantization_of(kind: str) -> str | None:
 def test_a_whole_step_gives_the_logits_of_avx2(path, harness, avx2, kind):
     """The harness compares them with those of chunks, single tokens, other rows and threads."""
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    model = tiny_model(avx2, dtype, quantization=quantization_of(kind))
+    matrices = torch.float16 if kind == "float16" else None
+    model = tiny_model(avx2, dtype, quantization=quantization_of(kind), matrix_dtype=matrices)
     decoder, step = avx2.compile(model), prefill_step(model, [(70, 70)], dtype)
     assert decoder is not None
     want = decoder(step)
@@ -188,7 +189,7 @@ def model_command(kind: str, dtype: torch.dtype, ids: Tensor) -> bytes:
         tensors += [feed.norm.weight, feed.mixer.gate_up[0], feed.mixer.down[0]]
     tensors += [model.final_norm.weight, model.lm_head[0]]
     pool = 1 if dtype == torch.bfloat16 else 0
-    head = numbers(6, KINDS[kind], pool, *sizes)
+    head = numbers(6, NUMBERS[kind], pool, *sizes)
     return head + data(*(tensor.float() for tensor in tensors), ids)
 
 
@@ -201,7 +202,7 @@ def test_the_largest_integers_add_up_exactly(harness):
         x = torch.where(torch.rand(9, 96, generator=rand) < 0.5, -127, 127)
         x[0], weight[0] = 127, high
         tensors = (weight.float(), x.float(), torch.zeros(40))
-        commands.append(numbers(1, KINDS[kind], 40, 96, 9) + data(*tensors))
+        commands.append(numbers(1, NUMBERS[kind], 40, 96, 9) + data(*tensors))
         want.append(x.long() @ weight.long().T)
     check_equal(harness(*commands), want)
 
