@@ -117,14 +117,14 @@ class RequestRecord:
         tree_tokens: leading tokens whose pages belong to the radix cache.
         matched_tokens: leading tokens whose KV it found in the cache and did not compute itself.
         borrows: it has read, or will read, KV that was in the cache before it computed any.
-        alone: until it has a token it takes nothing from the cache and puts nothing there, since it
-            gave no number when it did (blame.py).
+        isolated: until it has a token it takes nothing from the cache and puts nothing there, since
+            its logits held a NaN when it did (nan_recovery.py).
         target: tokens to have KV before it can sample: input and outputs at admission.
         synced_pages: leading entries of its table row that the device has or will get.
         last_step: last launched step that names it.
         admissions: times it was admitted; a retracted one is admitted again.
         prefix_tokens: cached tokens that it was admitted with.
-        proven: it has given a token since it was admitted, so that its KV is known to hold numbers.
+        verified: it has given a token since it was admitted, so that its KV is known to be finite.
         load_tried: its prefix was to be loaded from the tier since it began to wait.
         passed_over_s: when a later arrival was first admitted before it.
         waited: seconds waited per blocking term, of waits that are over.
@@ -144,7 +144,7 @@ class RequestRecord:
     tree_tokens: int = 0
     matched_tokens: int = 0
     borrows: bool = False
-    alone: bool = False
+    isolated: bool = False
     target: int = 0
     synced_pages: int = 0
     last_step: int = -1
@@ -153,7 +153,7 @@ class RequestRecord:
     own_reason: str = ""
     admissions: int = 0
     prefix_tokens: int = 0
-    proven: bool = False
+    verified: bool = False
     load_tried: bool = False
     saved: list[SavedState] = field(default_factory=list)
 

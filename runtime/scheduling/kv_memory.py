@@ -136,7 +136,7 @@ class KVMemory:
     def whole_match(self, request: Request, following: int) -> PrefixMatch | None:
         """How much of a request's tokens is cached, also of those that it has to compute itself;
         None unless `following` more tokens come behind that, or where they stay its own."""
-        if not self.cache_enabled or request.scheduling.alone:
+        if not self.cache_enabled or request.scheduling.isolated:
             return None
         record, tree = request.scheduling, self.cache.tree
         tokens = len(record.key) // TOKEN_BYTES
@@ -161,7 +161,7 @@ class KVMemory:
         found, following = cached, cached + self.page_size
         # Victims leave no recurrent state where they stand; what they have saved is cached already.
         for victim in victims if self.cache_enabled and self.states is None else ():
-            if victim.namespace != request.namespace or victim.scheduling.alone:
+            if victim.namespace != request.namespace or victim.scheduling.isolated:
                 continue
             # One page tells of nearly all that they have no more in common.
             page = victim.tokens_between(cached, following).tobytes()
@@ -184,7 +184,7 @@ class KVMemory:
         record.borrows = match.tokens > 0
         record.synced_pages = 0
         record.prefix_tokens = match.tokens
-        record.proven = record.load_tried = False
+        record.verified = record.load_tried = False
         record.saved = []
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -202,7 +202,7 @@ class KVMemory:
         list points at the tree's instead."""
         record, size = request.scheduling, self.page_size
         first, tokens = record.tree_tokens, tokens // size * size
-        if not self.cache_enabled or tokens <= first or record.alone:
+        if not self.cache_enabled or tokens <= first or record.isolated:
             return
         key = request.tokens_between(first, tokens).tobytes()
         pages = request.pages[first // size : tokens // size]
@@ -215,7 +215,7 @@ class KVMemory:
         if self.events is not None and new:
             written = record.last_step
             self._tell_stored(request.namespace, first + known, end, new, key, written)
-        if self.tier is not None and not record.proven:
+        if self.tier is not None and not record.verified:
             self.tier.write_behind.wrote(new, request)
         self.cache.move_lock(record.node, end)
         if record.last_step > self.allocator.done_step:
@@ -374,8 +374,8 @@ class KVMemory:
         record = request.scheduling
         if not self.is_lost(request):
             self.insert(request, min(keep_tokens, request.length))
-            if self.tier is not None and record.proven:
-                self.tier.write_behind.proven(request)
+            if self.tier is not None and record.verified:
+                self.tier.write_behind.mark_verified(request)
         if self.states is not None:
             self.states.release(request)
         self.cache.unlock(record.node)
@@ -409,7 +409,7 @@ def _saved_states(config: SchedulerConfig) -> SavedStates:
 def match_limit(request: Request) -> int:
     """Most tokens of a request that may come from the cache."""
     record = request.scheduling
-    if record.alone:
+    if record.isolated:
         return 0
     if request.sampling.prompt_logprobs is not None and not request.output_ids:
         return 0

@@ -159,7 +159,7 @@ class KVTier:
         if match.tokens:
             # Where a step in flight may still take it back, nothing can be hung below it.
             (last,) = self._pool.cache.pages(match.node, match.tokens - size, match.tokens)
-            if not self.write_behind.is_proven(last):
+            if not self.write_behind.is_verified(last):
                 return None
         return found
 

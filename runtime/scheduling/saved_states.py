@@ -60,7 +60,7 @@ class SavedStates:
         """Finds slots for the states that a step is to save while it computes the tokens of a
         prompt from `start` to `end`; where there are too few, for the deepest."""
         record, made = request.scheduling, []
-        if record.alone:
+        if record.isolated:
             return []
         for position in reversed(self.positions(request, start, end)):
             slot = self._take(step)
@@ -74,7 +74,7 @@ class SavedStates:
     def save_generated(self, request: Request, step: int) -> SavedState | None:
         """Finds a slot for the state of a decode row, where it is to be saved behind this step."""
         record = request.scheduling
-        if request.length % self._interval or record.alone:
+        if request.length % self._interval or record.isolated:
             return None
         self.give_up_all(s for s in record.saved if s.node is None and s in self._kept)
         slot = self._take(step)

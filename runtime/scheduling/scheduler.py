@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.config import FIXED_OPTIONS
 from runtime.errors import ConfigError, InvariantError
 from runtime.request import Finish, FinishReason
-from runtime.scheduling import blame, intake
+from runtime.scheduling import intake, nan_recovery
 from runtime.scheduling.accounting import Counters, Reason
 from runtime.scheduling.admission import Admission
 from runtime.scheduling.glance import take_glance
@@ -270,18 +270,18 @@ class Scheduler:
         """
         flight = self._life.done(batch)
         self._admission.sizer.observe(batch, output.device_s)
-        without_number = blame.prompts_without_number(batch, output)
-        again = blame.give_second_chances(without_number, flight.returning)
+        failed = nan_recovery.failed_prompts(batch, output)
+        again = nan_recovery.mark_for_isolated_retry(failed, flight.returning)
         outputs, ended = apply_results(batch, output, [*flight.returning, *again])
         self.counters.output_tokens += len(outputs)
-        blame.drop_computed(without_number, self._life)
-        acquitted = blame.acquit(batch, self._life)
+        nan_recovery.drop_computed(failed, self._life)
+        cleared = nan_recovery.end_isolation(batch, self._life)
         keep_prompts(batch, output, self._memory, now)
         for news in ended:
             assert news.finish is not None
             self._life.end(news.request, news.finish)
         self._life.committed(flight, now)
-        if without_number or acquitted:
+        if failed or cleared:
             self._life.start_anew(again, now)
         return outputs
 

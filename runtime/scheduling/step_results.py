@@ -82,8 +82,8 @@ def _gather_prompt_logprobs(batch: ScheduleBatch, output: StepOutput) -> None:
 
 
 def keep_prompts(batch: ScheduleBatch, output: StepOutput, memory: KVMemory, now: float) -> None:
-    """Prompts that have given a token hold numbers: only from then on may they be copied to the
-    tier, and be pinned as their clients ask, if these are still there to ask."""
+    """The KV of prompts that have given a token is finite: only from then on may they be copied to
+    the tier, and be pinned as their clients ask, if these are still there to ask."""
     for index, row in enumerate(batch.sampled):
         if row >= batch.num_prefill:
             break
@@ -91,8 +91,8 @@ def keep_prompts(batch: ScheduleBatch, output: StepOutput, memory: KVMemory, now
         if index in output.failed or memory.is_lost(request):
             continue
         if memory.tier is not None:
-            request.scheduling.proven = True
-            memory.tier.write_behind.proven(request)
+            request.scheduling.verified = True
+            memory.tier.write_behind.mark_verified(request)
         if request.pins and request.finish is None and request.ending is None:
             memory.pin(request, now)
 

@@ -1,12 +1,12 @@
 """WriteBehind: which finished pages of the prefix cache are copied to the tier below it, and when.
 
-A page is ordered as soon as its KV is known to hold numbers, and not when it is evicted: so no
+A page is ordered as soon as its KV is known to be finite, and not when it is evicted: so no
 eviction waits for a copy. Pages that leave the cache before their copy is done are not kept there.
 
-What is known to hold numbers: a row without a number (a NaN) shows only when its prompt gives a
-token, and the pages of its earlier chunks are in the cache by then. So a page counts as unproven
-until the request that wrote it, or one that was admitted with it as its prefix, has given a token
-in a step that is committed.
+What is known to be finite: a NaN shows only when its prompt is to give a token, and the pages of
+its earlier chunks are in the cache by then. So a page counts as unverified until the request that
+wrote it, or one that was admitted with it as its prefix, has given a token in a step that is
+committed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class WriteBehind:
         self._tier = tier
         self._frames = frames
         self._page_bytes = tier.page_size * TOKEN_BYTES
-        self._unproven: dict[int, int] = {}  # by page: who wrote it
+        self._unverified: dict[int, int] = {}  # by page: who wrote it
         self._orders: dict[_Order, None] = {}  # oldest first
         self._order_of: dict[int, _Order] = {}  # by page
         self._copies: dict[int, _Order] = {}  # by id
@@ -96,19 +96,19 @@ class WriteBehind:
 
     def wrote(self, pages: array[int], request: Request) -> None:
         """A request that has given no token yet put pages into the cache."""
-        self._unproven.update(dict.fromkeys(pages, request.scheduling.seq))
+        self._unverified.update(dict.fromkeys(pages, request.scheduling.seq))
 
-    def is_proven(self, page: int) -> bool:
-        """Whether a cached page is committed, and holds numbers."""
-        return page not in self._unproven
+    def is_verified(self, page: int) -> bool:
+        """Whether a cached page is committed, and known to be finite."""
+        return page not in self._unverified
 
-    def proven(self, request: Request) -> None:
-        """A request has given a token: what it wrote and read holds numbers. Orders its cached
-        pages that are neither in the tier nor ordered yet."""
+    def mark_verified(self, request: Request) -> None:
+        """A request has given a token: what it wrote and read is finite. Orders its cached pages
+        that are neither in the tier nor ordered yet."""
         record, size = request.scheduling, self._tier.page_size
         pages = request.pages[: record.tree_tokens // size]
-        if self._unproven:
-            self._prove(pages, record.prefix_tokens // size, record.seq)
+        if self._unverified:
+            self._verify(pages, record.prefix_tokens // size, record.seq)
         key = request.tokens_between(0, record.tree_tokens).tobytes()
         known = self._tier.match(request.namespace, key, record.tree_tokens)
         first = known.tokens // size
@@ -125,22 +125,22 @@ class WriteBehind:
             self._orders[order] = None
             self._order_of.update(dict.fromkeys(order.pages, order))
 
-    def _prove(self, pages: array[int], read: int, writer: int) -> None:
-        unproven = self._unproven
+    def _verify(self, pages: array[int], read: int, writer: int) -> None:
+        unverified = self._unverified
         for at, page in enumerate(pages):
             # A duplicate that has taken the place of its own page is another's: it has not read it.
-            if page in unproven and (at < read or unproven[page] == writer):
-                del unproven[page]
+            if page in unverified and (at < read or unverified[page] == writer):
+                del unverified[page]
 
     def _is_free(self, page: int) -> bool:
-        return page not in self._unproven and page not in self._order_of
+        return page not in self._unverified and page not in self._order_of
 
     # What happens meanwhile in the cache
 
     def removed(self, pages: Iterable[int]) -> None:
         """Pages left the cache: they may be written to from now on."""
         for page in pages:
-            self._unproven.pop(page, None)
+            self._unverified.pop(page, None)
             order = self._order_of.get(page)
             if order is not None:
                 at = order.pages.index(page)
@@ -151,7 +151,7 @@ class WriteBehind:
 
     def cleared(self) -> None:
         """The cache was emptied."""
-        self.removed([*self._unproven, *self._order_of])
+        self.removed([*self._unverified, *self._order_of])
 
     # Copies
 

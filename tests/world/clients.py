@@ -388,7 +388,7 @@ def _judge_answer(call: Call, given: set[str]) -> list[str]:
             problems.append(f"an error for no reason: {said.error}")
     else:
         answered = {"stop", "length"} & set(said.finishes.values())
-        if asked.fault in ("failing row", "no number") and answered:
+        if asked.fault in ("failing row", "NaN") and answered:
             problems.append(f"{asked.fault}: an answer")
         if sorted(said.finishes) != list(range(asked.n)):
             problems.append(f"choices {sorted(said.finishes)} of {asked.n} have ended")

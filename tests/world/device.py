@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 LETTERS = 24
 # A prompt that holds this byte makes every step fail that has it in a row; with the other one, its
-# row gives no number. No answer holds them.
-FAILS, NO_NUMBER = 1, 2
-SPOILT = -1  # KV of a row that gives no number
+# row gives NaN. No answer holds them.
+FAILS, SPOILS = 1, 2
+SPOILT = -1  # KV of a row that gives NaN
 SPOILT_BYTES = SPOILT.to_bytes(4, "little", signed=True)
 
 
@@ -203,9 +203,9 @@ class WorldRunner:
             else:
                 new = [self._newest[row]]
             request, table = batch.requests[b], self._table[row]
-            # What is computed from no numbers is none either.
+            # What is computed from NaN is NaN.
             reads = self._history(row, start) if b < batch.num_prefill else b""
-            spoils = NO_NUMBER in request.input_ids or SPOILT_BYTES in reads
+            spoils = SPOILS in request.input_ids or SPOILT_BYTES in reads
             for position, token in enumerate(new, start):
                 slot = table[position // size] * size + position % size
                 self._slots[slot] = SPOILT if spoils else token
@@ -229,8 +229,8 @@ class WorldRunner:
             history = self._history(batch.rows[b], length)
             token = 0
             if SPOILT_BYTES in history:
-                self._faults.counts["no number"] += 1
-                output.failed[i] = "a logit is not a number"
+                self._faults.counts["NaN"] += 1
+                output.failed[i] = "a logit is NaN"
             else:
                 token = next_token(zlib.crc32(history), allowed.get(i))
                 token = _held_back(token, batch.output_counts[i], request.sampling.min_tokens)

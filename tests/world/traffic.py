@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.fakes import IM_END, IM_START
 from tests.world import faults
-from tests.world.device import FAILS, NO_NUMBER, alone
+from tests.world.device import FAILS, SPOILS, alone
 
 CONTEXT = 512
 MODEL = "fake"
@@ -106,7 +106,7 @@ class Author:
             fault, mark = rng.choice(
                 (
                     ("failing row", chr(FAILS)),
-                    ("no number", chr(NO_NUMBER)),
+                    ("NaN", chr(SPOILS)),
                     ("unreadable", faults.UNREADABLE),
                     ("unspeakable", faults.UNSPEAKABLE),
                 )

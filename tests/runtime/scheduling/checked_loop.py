@@ -29,7 +29,7 @@ class CheckedLoop(RuleBasedStateMachine):
     """
 
     steps = 0  # passes over all examples
-    acquitted = 0  # requests that had read what was no number, and were computed alone
+    cleared = 0  # requests that had read NaN, and were computed in isolation
 
     def begin(self, made: SchedulerConfig, overlap: bool, guilty: int) -> None:
         """Args: guilty: one request in so many makes every step raise that computes its third token."""
@@ -177,7 +177,7 @@ class CheckedLoop(RuleBasedStateMachine):
         self.driver.assert_all_free()
         for name, life in self.model.lives.items():
             self._check_answer(name, life.request)
-        type(self).acquitted += self.model.acquitted
+        type(self).cleared += self.model.cleared
 
     def _check_answer(self, name: str, made: Any) -> None:
         tokens = self.driver.tokens[name]

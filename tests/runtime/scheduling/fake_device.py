@@ -16,10 +16,10 @@ from runtime.scheduling.kv_tier import PageLoad
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.write_behind import PageCopy
 
-NO_NUMBER = "a NaN among the logits"
-RUBBISH = 0  # KV by a step that was lost, or by a row that is known to have given no number
+NAN_LOGITS = "a NaN among the logits"
+RUBBISH = 0  # KV by a step that was lost, or by a row that is known to have given NaN
 NOBODY = ("", 0, -1)  # has computed what was loaded
-SPOILT = -1  # KV that is no number either, but nobody knows it yet: who reads it gives no number
+SPOILT = -1  # KV that is NaN, but nobody knows it yet: who reads it gives NaN
 
 
 def scripted_token(request_id: str, index: int) -> int:
@@ -39,7 +39,7 @@ class FakeDevice:
         recurrent: rows have states, without which they cannot go on.
 
     Attributes:
-        spoilers: by request id, in which of its admissions it computes no numbers; None: in all.
+        spoilers: by request id, in which of its admissions it computes NaN; None: in all.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FakeDevice:
             for b, row in enumerate(zip(begun, chains, spoilt, strict=True))
         ]
         tokens = [self._sample(batch, i, b) for i, b in enumerate(batch.sampled)]
-        failed = {i: NO_NUMBER for i, b in enumerate(batch.sampled) if spoilt[b]}
+        failed = {i: NAN_LOGITS for i, b in enumerate(batch.sampled) if spoilt[b]}
         return StepOutput(tokens, failed=failed)
 
     def _write_table(self, batch: ScheduleBatch, trace: _Trace) -> None:
@@ -122,7 +122,7 @@ class FakeDevice:
         return chain
 
     def _read(self, batch: ScheduleBatch, b: int, chain: list[int], trace: _Trace) -> bool:
-        """Returns whether it was no number, and what the row has written is none either."""
+        """Returns whether it was NaN, and what the row has written is NaN, too."""
         slots = [self._slot(batch.rows[b], position) for position in range(len(chain))]
         trace.read.append(slots)
         found = [self.slots[slot] for slot in slots]
@@ -136,7 +136,7 @@ class FakeDevice:
             self.slots.update(dict.fromkeys(trace.written[b], SPOILT))
         return bool(differs)
 
-    # Recurrent states. In the books of who wrote what, and what was numbers, they stand below zero.
+    # Recurrent states. In the books of who wrote what, and what was finite, they stand below zero.
 
     def _compute_state(self, batch: ScheduleBatch, b: int) -> None:
         """A row's state is computed anew from its tokens before the step, over the KV of these."""
@@ -147,8 +147,8 @@ class FakeDevice:
         chain = chain_of(request.namespace, history)
         found = [self.slots[self._slot(row, position)] for position in range(start)]
         assert all(kv in (SPOILT, want) for kv, want in zip(found, chain, strict=True))
-        numbers = found == chain and not self._is_spoiler(request)
-        self.states[row] = ([RUBBISH, *chain])[-1] if numbers else SPOILT
+        finite = found == chain and not self._is_spoiler(request)
+        self.states[row] = ([RUBBISH, *chain])[-1] if finite else SPOILT
         self._note_written(-row, request, batch.step)
 
     def _begin(self, batch: ScheduleBatch, b: int, trace: _Trace) -> int | None:
@@ -174,7 +174,7 @@ class FakeDevice:
         trace: _Trace,
     ) -> bool:
         """Leaves a row's state in its slot and where it is saved; returns whether that, and what the
-        row has computed, is no number."""
+        row has computed, is NaN."""
         trace.states.append([])
         if self.states is None:
             return spoilt
@@ -245,14 +245,14 @@ class FakeDevice:
             for row, index, before in trace.table if not tables else ():
                 self.table[row][index] = before
 
-    def give_no_number(
+    def give_nan(
         self, batch: ScheduleBatch, b: int, later: Sequence[ScheduleBatch]
     ) -> tuple[set[str], set[str]]:
         """What a row has written is rubbish, that of a prompt's earlier chunks included but for what
         others have had tokens from, and so is what later steps in flight have built on that KV.
 
         Returns: whose rows of them have; and whose have gone on from such a state alone, which gives
-            no number either.
+            NaN, too.
         """
         failed = batch.requests[b]
         bad = {*self._traces[batch.step].written[b], *self._traces[batch.step].states[b]}
@@ -262,7 +262,7 @@ class FakeDevice:
             bad -= self._sound
             self.tier.spoil(run)
         self._put(bad, RUBBISH)
-        spoilt, numberless = set(), set()
+        spoilt, nan_rows = set(), set()
         for other in later:
             trace = self._traces.get(other.step, _Trace())  # none where it was never run
             for row, made in enumerate(other.requests[: len(trace.read)]):
@@ -275,9 +275,9 @@ class FakeDevice:
                     spoilt.add(made.request_id)
                     self._put(written, RUBBISH)
                 elif over_state:
-                    numberless.add(made.request_id)
+                    nan_rows.add(made.request_id)
                     self._put(written, SPOILT)
-        return spoilt, numberless
+        return spoilt, nan_rows
 
     # The tier below the pool
 
@@ -297,8 +297,8 @@ class FakeDevice:
 
     # Whose KV it was
 
-    def gave_numbers(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
-        """These rows of a step gave a token: what they have read was numbers."""
+    def gave_tokens(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
+        """These rows of a step gave a token: what they have read was finite."""
         trace = self._traces[batch.step]
         for b in rows:
             before = trace.state_read[b]
@@ -315,8 +315,8 @@ class FakeDevice:
         writers = {slot: self._writer.get(slot, NOBODY) for slot in read}
         return {slot: writer for slot, writer in writers.items() if writer[:2] != run}
 
-    def condemn(self, writers: dict[int, tuple[str, int, int]]) -> bool:
-        """Where these slots still hold what is no number, it is known now; returns whether any do."""
+    def reveal_nan(self, writers: dict[int, tuple[str, int, int]]) -> bool:
+        """Where these slots still hold NaN, it is known now; returns whether any do."""
         still = [slot for slot, writer in writers.items() if self._writer.get(slot) == writer]
         known = [slot for slot in still if self._content(slot) == SPOILT]
         self._put(known, RUBBISH)

@@ -35,7 +35,7 @@ class Life:
     ending: bool = False
     ended: bool = False
     outputs_before: int = 0  # tokens that it had when it last started
-    # What it had read of others when it gave no number, until it is known whose fault that was.
+    # What it had read of others when it gave NaN, until it is known whose fault that was.
     suspects: dict[int, Any] | None = None
     starts_anew: bool = False  # as soon as no launched step names it
 
@@ -59,7 +59,7 @@ class NaiveModel:
         cache: prefixes are reused.
 
     Attributes:
-        acquitted: requests that turned out to have read what was no number.
+        cleared: requests that turned out to have read NaN.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class NaiveModel:
         self.pins = NaivePins(self.books)
         self.states = NaiveStates(self.books)
         self.lives: dict[str, Life] = {}
-        self.acquitted = 0
+        self.cleared = 0
         self._owed: dict[str, tuple[Any, ...]] = {}  # rows to be tried again
         self._preemptions = 0
 
@@ -145,7 +145,7 @@ class NaiveModel:
 
     def _keep_prompts(self, batch: ScheduleBatch, failed: Container[int], now: float) -> None:
         """Prompts that were completed are kept as they ask: those that are still wanted, that were
-        not dropped with a row that gave no number, and that do not start anew."""
+        not dropped with a row that gave NaN, and that do not start anew."""
         for index, b in enumerate(batch.sampled[: self._prompts_in(batch)]):
             life = self.lives[batch.requests[b].request_id]
             if not (index in failed or life.ended or life.ending or life.starts_anew):
@@ -158,15 +158,15 @@ class NaiveModel:
 
     def _judge(self, life: Life, borrowed: dict[int, Any], *, gave_none: bool) -> None:
         """A prompt is complete. Args: borrowed: what it has read that others have computed."""
-        assert life.suspects is None or not borrowed, "it is not alone"
+        assert life.suspects is None or not borrowed, "it is not isolated"
         if not gave_none:
             if life.suspects is not None:
-                self.acquitted += self.device.condemn(life.suspects)
+                self.cleared += self.device.reveal_nan(life.suspects)
                 life.suspects = None
         elif life.ended:
             assert not borrowed, "it ended by what others had computed"
         else:
-            assert life.suspects is None, "it is tried alone a second time"
+            assert life.suspects is None, "it is retried a second time"
             life.suspects = borrowed
             self._starts_anew(life)
 
@@ -294,7 +294,7 @@ class NaiveModel:
         assert len(cut) <= 1, "more than one prompt is cut"
 
     def _note_start(self, life: Life) -> None:
-        assert not life.starts_anew, "it goes on over what is no number"
+        assert not life.starts_anew, "it goes on over NaN"
         if not life.cut:
             life.outputs_before = len(life.request.output_ids)
 

@@ -13,7 +13,7 @@ from runtime.runner import StepOutput
 from runtime.scheduling.plan import Plan
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from runtime.scheduling.scheduler import Scheduler
-from tests.runtime.scheduling.fake_device import NO_NUMBER, FakeDevice, scripted_token
+from tests.runtime.scheduling.fake_device import NAN_LOGITS, FakeDevice, scripted_token
 
 EOS = 2
 
@@ -93,7 +93,7 @@ class Driver:
         # The output of a step that was launched, None of one whose launch raised, or which was
         # launched behind such a one.
         self.in_flight: deque[tuple[ScheduleBatch, StepOutput | None]] = deque()
-        self.void: dict[int, set[str]] = {}  # by step: whose rows read what was no number
+        self.void: dict[int, set[str]] = {}  # by step: whose rows read NaN
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, RequestOutput] = {}
         self.batches: list[ScheduleBatch] = []
@@ -174,8 +174,8 @@ class Driver:
         assert output is not None, "its launch raised"
         void = self.void.pop(batch.step, set()).union(anew)
         later = [other for other, _ in self.in_flight]
-        output.failed.update(dict.fromkeys(failed, NO_NUMBER))
-        self.device.gave_numbers(
+        output.failed.update(dict.fromkeys(failed, NAN_LOGITS))
+        self.device.gave_tokens(
             batch,
             [
                 b
@@ -187,12 +187,12 @@ class Driver:
             b = batch.sampled[index]
             if batch.requests[b].request_id in void:
                 continue  # for what others had computed: it says nothing of its earlier pieces
-            spoilt, numberless = self.device.give_no_number(batch, b, later)
+            spoilt, nan_rows = self.device.give_nan(batch, b, later)
             for other, given in self.in_flight:
                 self.void.setdefault(other.step, set()).update(spoilt)
                 if given is not None:
                     places = enumerate(other.requests[row].request_id for row in other.sampled)
-                    given.failed |= {i: NO_NUMBER for i, name in places if name in numberless}
+                    given.failed |= {i: NAN_LOGITS for i, name in places if name in nan_rows}
         outputs = self.scheduler.commit(batch, output, self.now)
         self.device.done(batch)
         for news in outputs:

@@ -165,7 +165,7 @@ class SchedulerMachine(CheckedLoop):
 
     @precondition(lambda self: self.driver.in_flight)
     @rule(pick=st.integers(0, 7))
-    def give_no_number(self, pick: int) -> None:
+    def give_nan(self, pick: int) -> None:
         """A row of the oldest step in flight gives no token."""
         self.settle(pick)
 
@@ -181,8 +181,8 @@ class SchedulerMachine(CheckedLoop):
                 self.settle_if_any()
 
     @rule(seed=st.integers(0, 1000))
-    def build_on_a_prompt_without_number(self, seed: int) -> None:
-        """A prompt gives no number after another has started from it."""
+    def build_on_a_nan_prompt(self, seed: int) -> None:
+        """A prompt gives NaN after another has started from it."""
         for _ in range(8):
             if self.driver.in_flight:
                 batch, output = self.driver.in_flight[-1]
@@ -216,7 +216,7 @@ class SchedulerMachine(CheckedLoop):
     @precondition(lambda self: self.model.lives)
     @rule(pick=st.integers(0, 1000), for_ever=st.booleans())
     def spoil(self, pick: int, for_ever: bool) -> None:
-        """A request computes no numbers any more, or none until it starts anew."""
+        """A request computes NaN from now on, or until it starts anew."""
         live = [life.request for life in self.model.lives.values() if not life.request.finish]
         if live:
             made = live[pick % len(live)]
@@ -225,7 +225,7 @@ class SchedulerMachine(CheckedLoop):
 
     @rule(seed=st.integers(0, 1 << 30), leaves=st.booleans())
     def leave_rubbish_behind(self, seed: int, leaves: bool) -> None:
-        """A prompt that computes no numbers leaves between two of its pieces, and others begin as it
+        """A prompt that computes NaN leaves between two of its pieces, and others begin as it
         did."""
         rng = random.Random(seed)
         most = min(self.capacity // 2, self.scheduler.config.context_length // 2)
@@ -345,7 +345,7 @@ class RecurrentMachine(SchedulerMachine):
 
     steps = 0
     cached_tokens = 0
-    acquitted = 0
+    cleared = 0
 
     @initialize(
         made=configs(),

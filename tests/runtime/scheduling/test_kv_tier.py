@@ -199,7 +199,7 @@ def test_a_prompt_without_a_number_leaves_nothing_in_the_tier() -> None:
 
 def test_pages_of_a_prompt_that_has_given_no_token_are_not_kept_for_another_either() -> None:
     """A prompt quotes an answer while it is made, and is computed faster: its pages take the place
-    of the answer's own, which has not read them. Then it turns out to hold no numbers."""
+    of the answer's own, which has not read them. Then it turns out to be NaN."""
     made = driver(chunked_prefill_size=16, capacity_tokens=1001, kv_load_tokens=1000)
     start = CONVERSATION[:40]
     made.add(answer := request("answer", start, 12))

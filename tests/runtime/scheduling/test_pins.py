@@ -147,7 +147,7 @@ def test_any_number_of_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     driver.assert_all_free()
 
 
-def test_nothing_is_pinned_of_who_has_left_or_got_no_number() -> None:
+def test_nothing_is_pinned_of_who_has_left_or_gave_nan() -> None:
     driver = Driver(config(), overlap=False)
     left, spoilt = (asking(name, 40, PromptPin(40, 300)) for name in ("left", "spoilt"))
     driver.add(left)

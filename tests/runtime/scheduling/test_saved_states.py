@@ -184,8 +184,8 @@ def test_what_a_failed_step_was_to_save_is_given_up(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_state_that_is_no_number_is_not_gone_on_from_twice(leaves: bool) -> None:
-    """It stands beside KV that is numbers and stays, since somebody has had tokens from it. Who left
+def test_a_nan_state_is_not_gone_on_from_twice(leaves: bool) -> None:
+    """It stands beside KV that is finite and stays, since somebody has had tokens from it. Who left
     it may have gone before that showed: then the first who goes on from it is computed anew."""
     driver = Driver(recurrent(state_slots=4, state_interval=40))
     tokens = list(range(500, 620))

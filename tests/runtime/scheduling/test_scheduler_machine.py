@@ -21,10 +21,10 @@ STEPS = 20_000
 
 @pytest.mark.slow
 def test_random_lives_break_no_rule() -> None:
-    SchedulerMachine.steps = SchedulerMachine.acquitted = 0
+    SchedulerMachine.steps = SchedulerMachine.cleared = 0
     run_state_machine_as_test(SchedulerMachine, settings=lives(200))
     assert SchedulerMachine.steps >= STEPS
-    assert SchedulerMachine.acquitted >= 1
+    assert SchedulerMachine.cleared >= 1
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_random_lives_over_a_tier_break_no_rule() -> None:
 
 @pytest.mark.slow
 def test_random_lives_with_recurrent_states_break_no_rule() -> None:
-    RecurrentMachine.steps = RecurrentMachine.cached_tokens = RecurrentMachine.acquitted = 0
+    RecurrentMachine.steps = RecurrentMachine.cached_tokens = RecurrentMachine.cleared = 0
     run_state_machine_as_test(RecurrentMachine, settings=lives(60))
     assert RecurrentMachine.cached_tokens > 0
 
@@ -88,7 +88,7 @@ def test_an_ended_request_lets_go_of_what_a_failed_step_put_into_the_cache() -> 
 
 def test_a_row_that_starts_anew_anyway_says_nothing_of_its_pieces() -> None:
     """Found by random lives: two complete a prompt one after the other, on pages that they share;
-    the first gives no number, so that the second starts anew; then it gives none either."""
+    the first gives NaN, so that the second starts anew; then it gives NaN, too."""
     state = SchedulerMachine()
     made = SchedulerConfig(
         page_size=1,
@@ -105,12 +105,12 @@ def test_a_row_that_starts_anew_anyway_says_nothing_of_its_pieces() -> None:
     state.leave_rubbish_behind(leaves=False, seed=23)
     state.leave_rubbish_behind(leaves=False, seed=0)
     state.teardown()
-    assert state.scheduler.counters.finished["error"] == 3, "whose prompts hold no numbers"
+    assert state.scheduler.counters.finished["error"] == 3, "whose prompts are NaN"
 
 
-def test_who_has_gone_on_from_a_state_without_numbers_gives_none_and_is_tried_alone() -> None:
+def test_who_has_gone_on_from_a_nan_state_gives_nan_and_is_retried_in_isolation() -> None:
     """Found by random lives: r6 saves a state beside KV that r4 has computed, r7 begins there, and
-    r6 gives no number. What r7 has read stays in the cache: it finds out by itself."""
+    r6 gives NaN. What r7 has read stays in the cache: it finds out by itself."""
     state = RecurrentMachine()
     made = SchedulerConfig(
         max_prefill_tokens=32,
@@ -121,10 +121,10 @@ def test_who_has_gone_on_from_a_state_without_numbers_gives_none_and_is_tried_al
     )
     state.start(made=made, interval=100, overlap=True, guilty=0, slots=2)
     state.leave_rubbish_behind(leaves=False, seed=5)
-    state.build_on_a_prompt_without_number(seed=0)
+    state.build_on_a_nan_prompt(seed=0)
     state.end_one(kind="abort", pick=1)
     state.come_back(crowd=0.3, pages=0, share=0.2)
-    state.build_on_a_prompt_without_number(seed=0)
+    state.build_on_a_nan_prompt(seed=0)
     state.teardown()
     starts = [batch for batch in state.driver.batches if "r7" in names(batch)[: batch.num_prefill]]
     assert [batch.prefix_lens[names(batch).index("r7")] for batch in starts][:2] == [64, 0]

@@ -1,5 +1,5 @@
-"""A row that gives no number: it ends alone, and nothing of it stays cached; and who has read from
-the cache is not blamed before it was computed alone."""
+"""A row whose logits hold a NaN: it ends alone, and nothing of it stays cached; and who has read
+from the cache is only a suspect until it was retried in isolation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.runtime.scheduling.scheduler_harness import (
 from tests.values import present
 
 
-class TestRowsWithoutNumbers:
+class TestNanRows:
     @pytest.mark.parametrize("chunks", [1, 3])
-    def test_the_prompt_of_a_row_that_gave_no_number_is_not_cached(self, chunks: int) -> None:
+    def test_the_prompt_of_a_nan_row_is_not_cached(self, chunks: int) -> None:
         driver = Driver(config(capacity_tokens=2001), overlap=False)
         shared = list(range(5000, 5030))
         driver.add(request("before", shared, 1))
@@ -49,7 +49,7 @@ class TestRowsWithoutNumbers:
             batch = present(driver.plan().batch)
             last = "bad" in names(batch) and batch.sampled
             driver.commit(failed=[0] if last else [])
-        assert bad.scheduling.admissions == 3, "the last time alone"
+        assert bad.scheduling.admissions == 3, "the last time isolated"
         driver.add(request("again", prompt, 5))
         driver.run()
         assert driver.ended["again"].request.cached_tokens == 0
@@ -94,7 +94,7 @@ class TestRowsWithoutNumbers:
         driver.assert_all_free()
 
     def test_who_has_read_it_keeps_what_it_had_computed_before(self) -> None:
-        """x goes on with y's pages in the place of its own; that its row then gives no number says
+        """x goes on with y's pages in the place of its own; that its row then gives NaN says
         nothing of its first piece, which y has only read."""
         driver = Driver(
             config(page_size=4, capacity_tokens=800, chunked_prefill_size=8, prefill_share=0.9)
@@ -134,8 +134,8 @@ class TestRowsWithoutNumbers:
         driver.assert_all_free()
 
     @pytest.mark.parametrize("cached", [0, 30])
-    def test_a_decoding_row_that_gave_no_number_leaves_its_prompt(self, cached: int) -> None:
-        """It has had a token from all that it reads, so it is to blame, and ends at once."""
+    def test_a_decoding_nan_row_leaves_its_prompt(self, cached: int) -> None:
+        """It has had a token from all that it reads, so it is no suspect of theirs, and ends at once."""
         driver = Driver(config(capacity_tokens=2001), overlap=False)
         prompt = list(range(100, 160))
         driver.add(request("before", [*prompt[:cached], 7], 1))
@@ -153,7 +153,7 @@ class TestRowsWithoutNumbers:
 
 
 class TestWhatAPromptLeftBehind:
-    """A prompt whose KV is no number, and which leaves before its first token would have shown it."""
+    """A prompt whose KV is NaN, and which leaves before its first token would have shown it."""
 
     def rubbish(self, driver: Driver, tokens: list[int], leaves: str = "abort") -> None:
         """Two pieces of it stay in the cache."""
@@ -202,7 +202,9 @@ class TestWhatAPromptLeftBehind:
         many = [request(f"r{i}", [*tokens[:300], i], 9) for i in range(5)]
         driver.add(*many)
         driver.run()
-        assert [made.retractions for made in many] == [1] * 5, "who is tried alone is done with it"
+        assert [made.retractions for made in many] == [1] * 5, (
+            "who is retried in isolation is done with it"
+        )
         assert_answers(driver, {f"r{i}": 9 for i in range(5)})
         later = request("later", [*tokens[:300], 9], 9)
         driver.add(later)
@@ -211,7 +213,7 @@ class TestWhatAPromptLeftBehind:
         driver.assert_all_free()
 
     def test_but_what_others_have_tokens_from_stays(self) -> None:
-        """The first piece was numbers, and a request decodes from it."""
+        """The first piece was finite, and a request decodes from it."""
         driver = Driver(config(capacity_tokens=2001), overlap=False)
         tokens = list(range(6000, 6300))
         driver.add(request("bad", tokens, 5))
@@ -234,7 +236,7 @@ class TestWhatAPromptLeftBehind:
         driver.add(again)
         driver.run()
         assert (again.cached_tokens, again.retractions) == (128, 0), (
-            "what the reader computed alone"
+            "what the reader computed in isolation"
         )
         assert_answers(driver, {"running": 60, "reader": 5, "again": 5})
         driver.assert_all_free()
@@ -256,13 +258,13 @@ class TestWhatAPromptLeftBehind:
         driver.run()
         for number, made in enumerate(honest):
             assert driver.reason(f"bad{number}") == "error"
-            assert driver.ended[f"bad{number}"].request.retractions == 1, "tried alone once"
+            assert driver.ended[f"bad{number}"].request.retractions == 1, "retried once"
             assert (made.retractions, made.cached_tokens) == (0, 100)
         assert_answers(driver, {made.request_id: 9 for made in honest})
         driver.assert_all_free()
 
     def test_what_running_requests_have_tokens_from_stays_also_of_a_prompt_at_fault(self) -> None:
-        """Its first piece was numbers, as another shows that has started from it."""
+        """Its first piece was finite, as another shows that has started from it."""
         driver = Driver(config(capacity_tokens=2001), overlap=False)
         bad = request("bad", 600, 5)
         driver.add(bad)
@@ -281,7 +283,7 @@ class TestWhatAPromptLeftBehind:
         assert_answers(driver, {"running": 60, "again": 5})
         driver.assert_all_free()
 
-    def test_who_is_tried_alone_keeps_nobody_waiting(self) -> None:
+    def test_who_is_retried_in_isolation_keeps_nobody_waiting(self) -> None:
         """Its twin need not wait for KV that does not come."""
         driver = Driver(config(capacity_tokens=4001), overlap=False)
         tokens = list(range(6000, 6400))

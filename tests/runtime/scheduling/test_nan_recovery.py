@@ -6,7 +6,7 @@ from array import array
 
 from runtime.request import Request, SamplingParams
 from runtime.runner import StepOutput
-from runtime.scheduling.blame import prompts_without_number
+from runtime.scheduling.nan_recovery import failed_prompts
 from runtime.scheduling.schedule_batch import ScheduleBatch
 
 
@@ -22,6 +22,6 @@ def test_a_decode_row_without_a_token_is_no_prompt() -> None:
         extend_lens=array("i", [1] * 4),
         sampled=array("i", [1, 2, 3]),  # the first is a middle chunk
     )
-    failed = {0: "no number", 1: "no number"}
-    found = prompts_without_number(batch, StepOutput(token_ids=[-1, -1, 7], failed=failed))
+    failed = {0: "a NaN among the logits", 1: "a NaN among the logits"}
+    found = failed_prompts(batch, StepOutput(token_ids=[-1, -1, 7], failed=failed))
     assert [request.request_id for request in found] == ["b"]
