@@ -10,9 +10,12 @@ the kind. "int8" has codes q + 128, and of "iq4_nl" and "iq4_xs" a code stands f
 fixed table instead of for itself. Of the "zero" kinds the minimum is a group's zero (of 8 bits,
 less 128) and the minimum factor -factor.
 
-In groups (`GroupedMatrix`), as GPTQ, AWQ and compressed-tensors have them:
+In groups (`GroupedMatrix`), as GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4 have them:
 
     weight[n, k] = scale[n, k // group] * (code[n, k] - zero[n, k // group])
+
+There are zeros of integers alone. Of the other kinds a code stands for a float: of 8 bits (e4m3),
+of 4 bits (e2m1), or of a table of 16.
 
 A matrix may have its k in another order than its inputs, as act-order leaves them: an input
 order[k] is then what its k takes.
@@ -65,6 +68,10 @@ CODED_ROWS = 16
 GROUP_OF = 32
 
 
+# Kinds of codes in groups, and the bits of a code.
+GROUP_KINDS = {"int4": 4, "int8": 8, "fp8": 8, "nf4": 4, "mxfp4": 4}
+
+
 @dataclass(frozen=True, slots=True)
 class Codes:
     """The numbers of some rows, contiguous arrays.
@@ -114,25 +121,25 @@ class GroupedMatrix:
     """A matrix [n, k] whose codes are not read yet.
 
     Args:
-        bits: of a code, 4 or 8.
-        scales: [n, k / group] float32. zeros: alike, uint8.
+        kind: a key of `GROUP_KINDS`.
+        scales: [n, k / group] float32. zeros: of integers, alike, uint8; else None.
         read: unsigned codes [rows, k] of rows first to last - 1; called in any order.
-        floats: codes are bytes of e4m3 floats, and zeros are 0.
         order: [k] int32, or None.
+        table: [16] float32, what the codes of "nf4" stand for; else None.
     """
 
-    bits: int
+    kind: str
     n: int
     k: int
     scales: NDArray[Any]
-    zeros: NDArray[Any]
+    zeros: NDArray[Any] | None
     read: Callable[[int, int], NDArray[Any]]
-    floats: bool = False
     order: NDArray[Any] | None = None
+    table: NDArray[Any] | None = None
 
     @property
-    def kind(self) -> str:
-        return "fp8" if self.floats else f"int{self.bits}"
+    def bits(self) -> int:
+        return GROUP_KINDS[self.kind]
 
     @property
     def group(self) -> int:

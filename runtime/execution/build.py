@@ -19,6 +19,7 @@ from runtime.errors import ConfigError, ModelError, shown
 from runtime.execution.cuda_graph_runner import CudaRecorder
 from runtime.execution.device import DTYPES, Device, open_device
 from runtime.execution.graph_capture import capture_graphs, plan_graphs
+from runtime.execution.grouped import is_kept
 from runtime.execution.kv_pool import bytes_per_state
 from runtime.execution.kv_sizing import check_memory, pool_sizes, work_bytes
 from runtime.execution.long_prompt_rows import LongPromptRows
@@ -131,15 +132,20 @@ def build_runner(
 def stored_weights(checkpoint: Checkpoint, published_form: str | None) -> StoredWeights:
     """What the choice of a form starts from; see `build_runner`."""
     shapes = layer_shapes(checkpoint.tensors)
-    coded = [checkpoint.coded(name) for name in checkpoint.tensors]
-    blocks = [matrix for matrix in map(in_blocks, coded) if matrix is not None]
-    groups = [matrix for matrix in coded if isinstance(matrix, GroupedMatrix)]
+    kinds, group_kinds = set(), set()
+    for name in checkpoint.tensors:
+        matrix = checkpoint.coded(name)
+        blocks = in_blocks(matrix)
+        if blocks is not None:
+            kinds.add(blocks.kind)
+        if isinstance(matrix, GroupedMatrix) and is_kept(matrix):
+            group_kinds.add(matrix.kind)
     return StoredWeights(
         _checkpoint_dtype(checkpoint),
         published_form,
         shapes,
-        tuple(sorted({matrix.kind for matrix in blocks})),
-        tuple(sorted({matrix.kind for matrix in groups if matrix.order is None})),
+        tuple(sorted(kinds)),
+        tuple(sorted(group_kinds)),
     )
 
 

@@ -16,22 +16,29 @@ if TYPE_CHECKING:
     from ops.coded_weight import CodedMatrix
 
 _ROWS = 4096  # that are unpacked at a time
+KINDS = ("int4", "int8", "fp8")  # that op sets keep
+
+
+def is_kept(matrix: GroupedMatrix) -> bool:
+    """Whether op sets have a place for its kind and its order of k."""
+    return matrix.kind in KINDS and matrix.order is None
 
 
 def grouped_weight(
     matrices: Sequence[CodedMatrix | GroupedMatrix | None], device: torch.device
 ) -> GroupedWeight | None:
     """Matrices one below the other; None where they are not all in groups of one kind, or of one
-    that no op set has a place for, as for an order of k."""
+    that is not kept."""
     found = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
-    parts = [matrix for matrix in found if matrix.order is None]
+    parts = [matrix for matrix in found if is_kept(matrix)]
     if len(parts) < len(matrices) or len({(part.kind, part.group) for part in parts}) != 1:
         return None
-    bits, group, k, floats = parts[0].bits, parts[0].group, parts[0].k, parts[0].floats
+    bits, group, k, floats = parts[0].bits, parts[0].group, parts[0].k, parts[0].kind == "fp8"
     scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
-    zeros = np.concatenate([part.zeros for part in parts])
-    symmetric = floats or bool((zeros == 1 << (bits - 1)).all())
-    if group % GROUP_OF or not (symmetric or not (scales.view(np.uint32) & 255).any()):
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    if all((zero == 1 << (bits - 1)).all() for zero in zeros):
+        zeros = []
+    if group % GROUP_OF or (zeros and (scales.view(np.uint32) & 255).any()):
         return None
     codes = torch.empty((len(scales), k), dtype=torch.uint8, device=device)
     for part, rows in zip(parts, codes.split([part.n for part in parts]), strict=True):
@@ -45,6 +52,6 @@ def grouped_weight(
         bits,
         codes,
         torch.from_numpy(scales).to(device),
-        None if symmetric else torch.from_numpy(zeros).to(device),
+        torch.from_numpy(np.concatenate(zeros)).to(device) if zeros else None,
         floats,
     )

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ops.coded_weight import GroupedMatrix
 from runtime.checkpoints.json_file import parse_json_object
 from runtime.checkpoints.quantized.stored import StoredWeight
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from runtime.checkpoints.quantized.stored import Floats, Reader, Settings
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -32,7 +35,8 @@ def find_bitsandbytes(reader: Reader, settings: Settings) -> dict[str, StoredWei
         state = _state(reader, name + _STATE + kind)
         parts = (name, name + _STATE + kind, *reader.present(name, *_PARTS))
         shape = tuple(state["shape"])
-        found[name] = StoredWeight(shape, parts, partial(_values, reader, name, state))
+        values, codes = partial(_values, reader, name, state), partial(_codes, reader, name, state)
+        found[name] = StoredWeight(shape, parts, values, codes)
     return found
 
 
@@ -52,14 +56,37 @@ def _state(reader: Reader, name: str) -> dict[str, Any]:
 
 def _values(reader: Reader, name: str, state: dict[str, Any]) -> Floats:
     count = math.prod(state["shape"])
-    packed = reader.integers(name, "uint8").reshape(-1)
-    if len(packed) != -(-count // 2):
-        raise reader.wrong(name, f"{len(packed)} bytes", f"{-(-count // 2)}")
-    nibbles = np.stack((packed >> 4, packed & 15), axis=-1).reshape(-1)[:count]
+    nibbles = _nibbles(_packed(reader, name, count))[:count]
     blocks = -(-count // state["blocksize"])
     scales = _absmax(reader, name, state, blocks).repeat(state["blocksize"])[:count]
     values: Floats = reader.floats(f"{name}.quant_map", (16,))[nibbles] * scales
     return values.reshape(state["shape"])
+
+
+def _codes(reader: Reader, name: str, state: dict[str, Any]) -> GroupedMatrix | None:
+    """None where a block goes on in the next row."""
+    (n, k), block = state["shape"], state["blocksize"]
+    if k % block or k % 2:
+        return None
+    scales = _absmax(reader, name, state, n * k // block).reshape(n, -1)
+
+    def read(first: int, last: int) -> NDArray[np.uint8]:
+        rows = _packed(reader, name, n * k)[first * k // 2 : last * k // 2]
+        return _nibbles(rows).reshape(last - first, k)
+
+    table = reader.floats(f"{name}.quant_map", (16,))
+    return GroupedMatrix("nf4", n, k, scales, None, read, table=table)
+
+
+def _packed(reader: Reader, name: str, count: int) -> NDArray[np.uint8]:
+    packed: NDArray[np.uint8] = reader.integers(name, "uint8").reshape(-1)
+    if len(packed) != -(-count // 2):
+        raise reader.wrong(name, f"{len(packed)} bytes", f"{-(-count // 2)}")
+    return packed
+
+
+def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.stack((packed >> 4, packed & 15), axis=-1).reshape(-1)
 
 
 def _absmax(reader: Reader, name: str, state: dict[str, Any], blocks: int) -> Floats:

@@ -193,7 +193,7 @@ def _plain_codes(
     def read(first: int, last: int) -> NDArray[Any]:
         return unsigned(reader.integers(name, "int8")[first:last])
 
-    return GroupedMatrix(8, *shape, of_rows(scales), of_rows(unsigned(zeros)), read)
+    return GroupedMatrix("int8", *shape, of_rows(scales), of_rows(unsigned(zeros)), read)
 
 
 def spread(
@@ -223,12 +223,11 @@ def float_codes(
     if groups > 1 and groups * width != shape[1]:
         return None
     return GroupedMatrix(
-        8,
+        "fp8",
         *shape,
         np.broadcast_to(rows, (shape[0], groups)),
-        np.zeros((shape[0], groups), np.uint8),
+        None,
         lambda first, last: reader.integers(name, "float8_e4m3fn")[first:last],
-        floats=True,
     )
 
 

@@ -114,7 +114,7 @@ def _awq_codes(reader: Reader, stem: str, shape: tuple[int, int]) -> GroupedMatr
         whole = _in_order(reader.integers(f"{stem}.qweight", "int32")[:, words])
         return whole.T[first % 8 :][: last - first]
 
-    return GroupedMatrix(4, *shape, scales.T, zeros.T.astype(np.uint8), read)
+    return GroupedMatrix("int4", *shape, scales.T, zeros.T.astype(np.uint8), read)
 
 
 def _awq_groups(

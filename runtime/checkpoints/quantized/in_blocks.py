@@ -25,7 +25,7 @@ def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
     grouped = matrix
     with np.errstate(over="ignore"):
         factors = grouped.scales.astype(np.float16)
-    if grouped.floats or grouped.group % GROUP_OF or (factors != grouped.scales).any():
+    if grouped.zeros is None or grouped.group % GROUP_OF or (factors != grouped.scales).any():
         return None
     kind, zeros = "int4_zero", grouped.zeros.view(np.int8)
     if grouped.bits == 8:

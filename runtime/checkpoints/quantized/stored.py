@@ -27,7 +27,7 @@ class StoredWeight:
     Args:
         shape: of the values. parts: the tensors that it stands in.
         values: reads and dequantizes them.
-        codes: the same as integers; None where there is no place for them.
+        codes: the same as codes in groups; None where there is no place for them.
     """
 
     shape: tuple[int, ...]
@@ -185,9 +185,9 @@ def in_groups(
     if k % groups or (index[order] != np.arange(k) // (k // groups)).any():
         return None
     if (order[1:] > order[:-1]).all():
-        return GroupedMatrix(bits, n, k, scales, zeros, read)
+        return GroupedMatrix(f"int{bits}", n, k, scales, zeros, read)
 
     def ordered(first: int, last: int) -> NDArray[Any]:
         return read(first, last)[:, order]
 
-    return GroupedMatrix(bits, n, k, scales, zeros, ordered, order=order)
+    return GroupedMatrix(f"int{bits}", n, k, scales, zeros, ordered, order)

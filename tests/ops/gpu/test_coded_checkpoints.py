@@ -70,9 +70,7 @@ def test_the_choice_of_a_form_is_told_the_kinds_of_groups(name: str, tmp_path: P
 def test_a_float_that_is_no_number_stays_one() -> None:
     """Kernels take its code for a number, so the matrix is expanded."""
     codes, scales = np.full((4, 64), 3, np.uint8), np.ones((4, 1), np.float32)
-    matrix = GroupedMatrix(
-        8, 4, 64, scales, np.zeros((4, 1), np.uint8), lambda a, b: codes[a:b], floats=True
-    )
+    matrix = GroupedMatrix("fp8", 4, 64, scales, None, lambda a, b: codes[a:b])
     kept = grouped_weight([matrix], torch.device("cpu"))
     assert kept is not None
     assert kept.floats

@@ -335,7 +335,26 @@ def test_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> None:
             assert torch.equal(got, in_order(values, matrix)[first:last].float())
 
 
-GROUPED = {*KEPT, "compressed-fp8", "fp8-tensor", "fp8-narrow-blocks"}
+GROUPED = {*KEPT, "compressed-fp8", "fp8-tensor", "fp8-narrow-blocks", "nf4", "nf4-nested"}
+
+
+def values_of(matrix: GroupedMatrix, first: int, last: int) -> Tensor:
+    """Rows first to last - 1, as its kind says."""
+    codes = torch.from_numpy(matrix.read(first, last).copy())
+    scales = torch.from_numpy(matrix.scales[first:last].copy())
+    if matrix.kind == "fp8":
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    elif matrix.kind == "nf4":
+        assert matrix.table is not None
+        numbers = torch.from_numpy(matrix.table.copy())[codes.long()]
+    elif matrix.kind == "mxfp4":
+        halves = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+        numbers = torch.tensor([*halves, *(-half for half in halves)])[codes.long()]
+    else:
+        assert matrix.zeros is not None
+        zeros = torch.from_numpy(matrix.zeros[first:last].copy()).float()
+        numbers = codes.float() - zeros.repeat_interleave(matrix.group, 1)
+    return scales.repeat_interleave(matrix.group, 1) * numbers
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -348,15 +367,8 @@ def test_codes_of_groups_are_told_to_the_bit(name: str, tmp_path: Path) -> None:
         if not isinstance(matrix, GroupedMatrix):
             continue
         assert (matrix.n, matrix.k) == values.shape
-        scales, zeros = (
-            torch.from_numpy(numbers.copy()).float().repeat_interleave(matrix.group, 1)
-            for numbers in (matrix.scales, matrix.zeros)
-        )
         for first, last in ((0, 13), (13, matrix.n)):
-            codes = torch.from_numpy(matrix.read(first, last).copy())
-            if matrix.floats:
-                codes = codes.view(torch.float8_e4m3fn)
-            got = scales[first:last] * (codes.float() - zeros[first:last])
+            got = values_of(matrix, first, last)
             assert torch.equal(got, in_order(values, matrix)[first:last].float())
 
 
@@ -375,10 +387,11 @@ def test_what_is_kept_is_served_within_the_rounding_of_inputs(name: str, tmp_pat
     assert float((got[0] - want).norm() / want.norm()) < 0.03
 
 
-def test_gpt_oss_with_its_experts_in_mxfp4(tmp_path: Path) -> None:
+def write_gpt_oss(tmp_path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """A model with its experts in MXFP4, and their values."""
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
     model = make_model(tmp_path, "gpt_oss", **SHAPE, **experts)
-    stored = load_file(tmp_path / "model.safetensors")
+    stored, expected = load_file(tmp_path / "model.safetensors"), {}
     for i, layer in enumerate(model.model.layers):
         for j, name in enumerate(("gate_up_proj", "down_proj")):
             weight = getattr(layer.mlp.experts, name)
@@ -389,10 +402,36 @@ def test_gpt_oss_with_its_experts_in_mxfp4(tmp_path: Path) -> None:
             with torch.no_grad():
                 weight.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
             at = f"model.layers.{i}.mlp.experts.{name}"
-            del stored[at]
+            expected[at] = stored.pop(at).copy_(weight)
             stored |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
     save_file(stored, tmp_path / "model.safetensors")
     write_config(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return model, expected
+
+
+def test_codes_of_mxfp4_are_those_of_its_values(tmp_path: Path) -> None:
+    """Outputs of all experts one below the other, where the values have the inputs first."""
+    _, expected = write_gpt_oss(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    for name, values in expected.items():
+        matrix = checkpoint.coded(name)
+        assert isinstance(matrix, GroupedMatrix)
+        assert (matrix.kind, matrix.group) == ("mxfp4", 32)
+        got = torch.cat([values_of(matrix, 0, 40), values_of(matrix, 40, matrix.n)])
+        assert torch.equal(got, values.transpose(1, 2).flatten(0, 1))
+
+
+def test_a_power_of_two_beyond_float32_leaves_mxfp4_to_its_values(tmp_path: Path) -> None:
+    _, expected = write_gpt_oss(tmp_path)
+    stored, name = load_file(tmp_path / "model.safetensors"), next(iter(expected))
+    stored[f"{name}_scales"][-1, -1, -1] = 255
+    save_file(stored, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert [checkpoint.coded(name) is None for name in expected] == [True, False, False, False]
+
+
+def test_gpt_oss_with_its_experts_in_mxfp4(tmp_path: Path) -> None:
+    model, _ = write_gpt_oss(tmp_path)
     tokens = random_tokens(20)
     runner = open_runner(tmp_path, dtype="float32")
     (got,) = Probe(runner).step({1: (0, tokens)})
