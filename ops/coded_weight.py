@@ -6,9 +6,10 @@ In blocks (`CodedMatrix`), as GGUF files have them:
 
 Scales and minima are small integers, one for each stretch of k; factors are half floats, one for
 each span of k. The kinds are those of the blocks of GGUF files; offset, stretch and span belong to
-the kind. "int8" has codes q + 128, and of "iq4_nl" and "iq4_xs" a code stands for a number of a
-fixed table instead of for itself. Of the "zero" kinds the minimum is a group's zero (of 8 bits,
-less 128) and the minimum factor -factor.
+the kind. "int8" has codes q + 128, and of "iq4_nl", "iq4_xs" and "mxfp4" a code stands for a number
+of a fixed table instead of for itself; those of "mxfp4" are twice what is meant, so that all are
+integers, and a factor is half of a block's power of two. Of the "zero" kinds the minimum is a
+group's zero (of 8 bits, less 128) and the minimum factor -factor.
 
 In groups (`GroupedMatrix`), as GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4 have them:
 
@@ -49,6 +50,7 @@ CODE_SHAPES = {
     "int4": CodeShape(32, 32, has_scales=False, has_minima=True),
     "q5_1": CodeShape(32, 32, has_scales=False, has_minima=True),
     "iq4_nl": CodeShape(32, 32, has_scales=False, has_minima=False),
+    "mxfp4": CodeShape(32, 32, has_scales=False, has_minima=False),
     "q2_k": CodeShape(16, 256, has_scales=True, has_minima=True),
     "q3_k": CodeShape(16, 256, has_scales=True, has_minima=False),
     "q4_k": CodeShape(32, 256, has_scales=True, has_minima=True),

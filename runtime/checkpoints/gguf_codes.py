@@ -40,15 +40,11 @@ def _q8_0(blocks: Bytes) -> Codes:
     return Codes(blocks[..., 2:] ^ np.uint8(128), _halves(blocks[..., :2]))
 
 
-# Twice MXFP4's numbers, as codes.
-_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).astype(np.uint8) ^ 128
-
-
 def _mxfp4(blocks: Bytes) -> Codes:
     """Powers of two: half of one is a factor. Where all numbers are 0 it may be anything."""
-    codes = _MXFP4[_parts(blocks[..., 1:], _LOW_HIGH, 16, 15)]
+    codes = _parts(blocks[..., 1:], _LOW_HIGH, 16, 15)
     powers = blocks[..., :1].astype(np.int32) - 128
-    powers = np.where((codes == 128).all(-1, keepdims=True), 0, powers)
+    powers = np.where((codes & 7 == 0).all(-1, keepdims=True), 0, powers)
     with np.errstate(over="ignore"):
         return Codes(codes, np.ldexp(np.float32(1), powers).astype(np.float16))
 
@@ -148,7 +144,7 @@ def _q6_k(blocks: Bytes) -> Codes:
 # By type: the kind of `ops.coded_weight`, bytes of a block, and how it is read.
 _READERS: dict[Type, tuple[str, int, Callable[[Bytes], Codes]]] = {
     Type.Q8_0: ("int8", 34, _q8_0),
-    Type.MXFP4: ("int8", 17, _mxfp4),
+    Type.MXFP4: ("mxfp4", 17, _mxfp4),
     Type.Q4_0: ("int4", 18, _q4_0),
     Type.Q4_1: ("int4", 20, _q4_1),
     Type.Q5_0: ("q5_1", 22, _q5_0),

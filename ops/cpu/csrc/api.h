@@ -27,7 +27,8 @@ enum LoomKind {
   LOOM_KIND_IQ4_XS = 12,
   LOOM_KIND_INT4_ZERO = 13,
   LOOM_KIND_INT8_ZERO = 14,
-  LOOM_KINDS = 15,
+  LOOM_KIND_MXFP4 = 15,
+  LOOM_KINDS = 16,
 };
 
 // See ops/blocks/dense_mlp.py: act_and_mul.

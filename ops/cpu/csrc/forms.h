@@ -33,10 +33,19 @@ struct CodeForm {
   int stretch;  // k that share a scale
   Scaling scaling;
   int offset = 0;
-  bool of_table = false;  // codes are indices of kTable
+  const int8_t* table = nullptr;  // what codes stand for, where not for themselves
 
   constexpr bool in_bytes() const { return bits == 8; }
-  constexpr bool is_signed() const { return in_bytes() || of_table; }
+  constexpr bool is_signed() const { return in_bytes() || table; }
+  // The largest magnitude of what products are made with, of codes that are no bytes.
+  constexpr int largest() const {
+    int most = table ? 0 : (1 << bits) - 1;
+    for (int i = 0; table && i < 1 << bits; i++) {
+      int size = table[i] < 0 ? -table[i] : table[i];
+      most = most > size ? most : size;
+    }
+    return most;
+  }
   constexpr bool has_minimum() const { return has_zero() || has_minimum_factor(); }
   constexpr bool has_minimum_factor() const {
     return scaling == Scaling::kHalfAndMinimum || scaling == Scaling::kIntegersAndMinima;
@@ -58,6 +67,13 @@ struct CodeForm {
   constexpr int lines() const { return bits; }  // per 32 k
 };
 
+// What the codes of the IQ4 kinds stand for (ggml's kvalues_iq4nl).
+inline constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                    1,    13,   25,  38,  53,  69,  89,  113};
+// Twice the numbers of MXFP4's codes, so that all are integers; half a block's power of two is its
+// factor.
+inline constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 constexpr CodeForm form_of(int kind) {
   switch (kind) {
     case LOOM_KIND_INT8: return {8, 32, Scaling::kHalf};
@@ -68,8 +84,9 @@ constexpr CodeForm form_of(int kind) {
     case LOOM_KIND_Q4_K: return {4, 32, Scaling::kIntegersAndMinima};
     case LOOM_KIND_Q5_K: return {5, 32, Scaling::kIntegersAndMinima};
     case LOOM_KIND_Q6_K: return {6, 16, Scaling::kIntegers, 32};
-    case LOOM_KIND_IQ4_NL: return {4, 32, Scaling::kHalf, 0, true};
-    case LOOM_KIND_IQ4_XS: return {4, 32, Scaling::kIntegers, 0, true};
+    case LOOM_KIND_IQ4_NL: return {4, 32, Scaling::kHalf, 0, kIq4};
+    case LOOM_KIND_IQ4_XS: return {4, 32, Scaling::kIntegers, 0, kIq4};
+    case LOOM_KIND_MXFP4: return {4, 32, Scaling::kHalf, 0, kTwiceE2m1};
     case LOOM_KIND_INT4_ZERO: return {4, 32, Scaling::kHalfAndZero};
     case LOOM_KIND_INT8_ZERO: return {8, 32, Scaling::kHalfAndZero};
     default: return {};
@@ -77,9 +94,5 @@ constexpr CodeForm form_of(int kind) {
 }
 
 constexpr bool is_quantized(int kind) { return kind >= LOOM_KIND_INT8; }
-
-// What the codes of the IQ4 kinds stand for (ggml's kvalues_iq4nl).
-constexpr int8_t kTable[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                               1,    13,   25,  38,  53,  69,  89,  113};
 
 }  // namespace loom

@@ -6,8 +6,7 @@
 //   VNNI       one instruction multiplies unsigned by signed bytes and adds to int32; signed weights
 //              are taken as w + 128, so the sum starts at -128 times the sum of the inputs
 //   AVX2       |w| times x with w's sign: two such products fit int16 (2 * 128 * 127), which
-//              (w + 128) x would not; of four bits, whose products are at most 15 * 127, a whole
-//              group fits
+//              (w + 128) x would not; where w is at most 16, the products of a whole group fit
 //   Arm        signed by signed bytes: four products to int32 in one instruction, or by way of
 //              int16, which holds one
 #pragma once
@@ -62,7 +61,7 @@ inline Bytes codes_of(const char* group) {
     codes = two;
   }
   if constexpr (form.bits & 1) codes = either(codes, part_of<1, above2, i>(group + 64 * above2));
-  if constexpr (form.of_table) codes = of_table(codes);
+  if constexpr (form.table != nullptr) codes = of_table(form.table, codes);
   return codes;
 }
 

@@ -98,9 +98,9 @@ inline Bytes masked(Bytes x, int mask) {
 inline Bytes either(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
 // Bytes w + 128 as codes with a sign.
 inline Bytes signed_bytes(Bytes x) { return x; }
-inline Bytes of_table(Bytes x) {
-  __m128i table = _mm_add_epi8(_mm_loadu_si128((const __m128i*)kTable), _mm_set1_epi8(-128));
-  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), x.v)};
+inline Bytes of_table(const int8_t* table, Bytes x) {
+  __m128i codes = _mm_add_epi8(_mm_loadu_si128((const __m128i*)table), _mm_set1_epi8(-128));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(codes), x.v)};
 }
 
 template <int kind>
@@ -151,9 +151,9 @@ inline Bytes signed_bytes(Bytes x) {
   __m256i sign = _mm256_set1_epi8(char(128));
   return {_mm256_xor_si256(x.lo, sign), _mm256_xor_si256(x.hi, sign)};
 }
-inline Bytes of_table(Bytes x) {
-  __m128i table = _mm_loadu_si128((const __m128i*)kTable);
-  __m256i both = _mm256_broadcastsi128_si256(_mm_add_epi8(table, _mm_set1_epi8(-kSignedOffset)));
+inline Bytes of_table(const int8_t* table, Bytes x) {
+  __m128i codes = _mm_loadu_si128((const __m128i*)table);
+  __m256i both = _mm256_broadcastsi128_si256(_mm_add_epi8(codes, _mm_set1_epi8(-kSignedOffset)));
   return {_mm256_shuffle_epi8(both, x.lo), _mm256_shuffle_epi8(both, x.hi)};
 }
 
@@ -193,14 +193,14 @@ struct GroupSum {
 
  private:
   // Products of a whole group fit int16.
-  static constexpr bool kShort = form_of(kind).bits <= 4 && !form_of(kind).is_signed();
+  static constexpr bool kShort = form_of(kind).bits <= 4 && form_of(kind).largest() <= 16;
   int32_t first;
 
   static __m256i dot(__m256i sum, __m256i w, __m256i x) {
-    if (kShort) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
     __m256i pairs = form_of(kind).is_signed()
                         ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
                         : _mm256_maddubs_epi16(w, x);
+    if (kShort) return _mm256_add_epi16(sum, pairs);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 #endif

@@ -44,6 +44,7 @@ TYPES = {
     Kind.Q6_K: [208],
     Kind.IQ4_NL: [0],
     Kind.IQ4_XS: [0],
+    Kind.MXFP4: [],  # a power of two in one byte, its exponent + 127
 }
 LARGEST = {"int4_zero": 15, "int8_zero": 255}  # codes and zeros
 ALL_TYPES = (*TYPES, *LARGEST)
@@ -58,6 +59,8 @@ def random_blocks(kind: Kind, n: int, k: int, seed: int = 0, spread: float = 0.0
     for at in TYPES[kind]:
         factors = (rand.standard_normal(blocks.shape[:2]) * spread).astype(np.float16)
         blocks[..., at : at + 2] = factors[..., None].view(np.uint8)
+    if kind is Kind.MXFP4:
+        blocks[..., 0] = rand.integers(-24, 16, blocks.shape[:2]) + 128  # halves hold half of it
     return blocks.reshape(n, -1)
 
 
@@ -76,6 +79,8 @@ def coded(
         blocks = rows.reshape(n, -1, GGML_QUANT_SIZES[kind][1])
         for at in TYPES[kind]:
             blocks[..., at : at + 2] = np.array([0, 0x3C], np.uint8)  # 1
+        if kind is Kind.MXFP4:
+            blocks[..., 0] = 128  # 2, whose half is 1
     name = code_kind(kind)
     assert name is not None
     matrix = CodedMatrix(name, n, k, lambda first, last: read_codes(kind, rows[first:last]))

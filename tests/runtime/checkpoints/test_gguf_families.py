@@ -385,14 +385,14 @@ def test_older_files_of_deepseek_have_the_published_groups(made: Any) -> None:
     assert config["topk_method"] == "group_limited_greedy"
 
 
-def test_experts_of_mxfp4_are_kept_as_bytes(made: Any) -> None:
+def test_experts_of_mxfp4_are_kept_as_they_are(made: Any) -> None:
     _, path = made("gpt-oss", Kind.MXFP4)
     kept, wide = open_runner(path), open_runner(path, dtype="float32")
     tokens = random_tokens(25)
     got, want = (Probe(runner).step({1: (0, tokens)})[0] for runner in (kept, wide))
     model: Any = kept.decoder.model
     pairs = model.layers[1][1].mixer.experts.pairs
-    assert {layer.kinds for pair in pairs for layer in pair} == {("int8", "int8"), ("int8",)}
+    assert {layer.kinds for pair in pairs for layer in pair} == {("mxfp4", "mxfp4"), ("mxfp4",)}
     assert float((got - want).norm() / want.norm()) < 0.2  # activations are bfloat16 too
     kept.close()
     wide.close()
