@@ -14,8 +14,8 @@ What if: each `--what-if "chunked_prefill_size=64 schedule_policy=lpm"` is one m
 the one of the options given with --set; --differences FILE writes what it changed per request,
 and --html FILE everything as a page that needs no server: figures, steps, gaps, waits.
 
-`--readme` runs the comparisons of the README and prints their table, `--prefill-elsewhere` that of
-docs/prefill-elsewhere.md.
+`--readme` runs the comparisons of docs/performance.md and prints their tables,
+`--prefill-elsewhere` those of docs/prefill-elsewhere.md.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--differences", type=Path, metavar="FILE.jsonl", help="figures per request")
     add("--html", type=Path, metavar="FILE", help="a page with everything, which needs no server")
     add("--json", type=Path, metavar="FILE")
-    add("--readme", action="store_true", help="print the comparisons of the README")
+    add("--readme", action="store_true", help="print the comparisons of docs/performance.md")
     add("--prefill-elsewhere", action="store_true", help="print the goodput of two devices")
     return parser.parse_args()
 

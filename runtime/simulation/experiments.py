@@ -1,4 +1,4 @@
-"""The comparisons that the README shows: one mechanism of the scheduler off and on at a time.
+"""The comparisons of docs/performance.md: one mechanism of the scheduler off and on at a time.
 
 All runs are Llama-3.1-8B on one H200 as `runtime.simulation.machines` models it, from fixed seeds.
 """
@@ -360,7 +360,7 @@ EXPERIMENTS = (
         (
             Variant(
                 "none",
-                "Whoever comes back after a minute finds his conversation evicted.",
+                "A conversation that goes on after a minute finds its prefix evicted.",
                 _SMALL_POOL,
             ),
             Variant(

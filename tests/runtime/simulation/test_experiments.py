@@ -1,4 +1,4 @@
-"""What README.md and docs/performance.md say of each mechanism, held against the runs it is taken from."""
+"""What docs/performance.md says of each mechanism, held against the runs it is taken from."""
 
 from __future__ import annotations
 
