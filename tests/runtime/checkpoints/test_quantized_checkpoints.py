@@ -363,7 +363,8 @@ def test_codes_of_groups_are_told_to_the_bit(name: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     for weight, values in expected.items():
         matrix = checkpoint.coded(weight)
-        assert isinstance(matrix, GroupedMatrix) == (name in GROUPED)
+        goes_on = name.startswith("nf4") and values.shape[1] % 64  # a block in the next row
+        assert isinstance(matrix, GroupedMatrix) == (name in GROUPED and not goes_on)
         if not isinstance(matrix, GroupedMatrix):
             continue
         assert (matrix.n, matrix.k) == values.shape
