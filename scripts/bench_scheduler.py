@@ -15,7 +15,7 @@ beside it, after a warm-up, with the garbage collector off as in `timeit`.
               twice at most, since other processes show in caches and clocks
 
 Usage: python scripts/bench_scheduler.py [PART ...] [--steps N]
-Each part ends with one line of JSON.
+Each part ends with one line of JSON. The exit status is 1 where a bound was not kept.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ PARTS = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -272,6 +272,7 @@ def main() -> None:
     unknown = set(options.parts) - set(PARTS)
     if unknown:
         parser.error(f"unknown part {', '.join(sorted(unknown))}: must be of {', '.join(PARTS)}")
+    kept = True
     for name in options.parts or PARTS:
         gc.collect()
         gc.disable()
@@ -279,7 +280,9 @@ def main() -> None:
         gc.enable()
         head = {"part": name, "python": platform.python_version(), "page_size": PAGE}
         print(json.dumps({**head, "prompt_tokens": PROMPT, **result}), flush=True)
+        kept &= all(case["ok"] for case in result.get("bounds", {}).values())
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

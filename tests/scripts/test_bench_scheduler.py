@@ -26,3 +26,10 @@ def test_figures_stand_beside_their_bounds(capsys, monkeypatch):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == ["12.3", "20", "ok", "a", "fast", "case"]
     assert lines[2] == ["30.0", "20", "over", "a", "slow", "case"]
+
+
+@pytest.mark.parametrize(("microseconds", "status"), [(12.0, 0), (30.0, 1)])
+def test_the_exit_status_tells_whether_bounds_were_kept(monkeypatch, microseconds, status):
+    monkeypatch.setattr(bench, "CASES", [cases.Case("a case", lambda scale: microseconds, 20.0)])
+    monkeypatch.setattr("sys.argv", ["bench_scheduler.py", "bounds"])
+    assert bench.main() == status
