@@ -1,16 +1,17 @@
 #!/usr/bin/env python
-"""Plants small mistakes into a copy of this tree, one at a time, and tells which ones tests notice.
+"""Mutation testing: plants mistakes into a copy of this tree, one at a time, and reports which
+the tests notice.
 
     scripts/plant_faults.py                       all of them; takes an hour or so
     scripts/plant_faults.py --area cache          those of one area
     scripts/plant_faults.py --only 12 57          those with these numbers
-    scripts/plant_faults.py --sample 100          so many of them by chance, always the same
+    scripts/plant_faults.py --sample 100          a hundred drawn by chance, always the same
     scripts/plant_faults.py --results found.jsonl keeps what was found, and leaves out what is there
     scripts/plant_faults.py --check               only looks whether each can still be planted
 
-For each mistake the fast tests of its area run until the first that fails, but for those that fail
-without a mistake as well; then, for the mistakes that none has noticed, all tests of their areas.
-The exit status is 1 where one was not noticed.
+For each mistake the fast tests of its area run until the first one fails, without the tests that
+fail anyway; then, for the mistakes that none has noticed, all tests of their areas. The exit status
+is 1 if one was not noticed.
 """
 
 from __future__ import annotations

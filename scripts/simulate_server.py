@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Runs the whole server in simulated worlds, and tells what went wrong in them and whether it held.
+"""Deterministic simulation testing of the whole server: runs it in simulated worlds, and reports
+what went wrong in them and whether it held.
 
     scripts/simulate_server.py --seeds 2000
     scripts/simulate_server.py --start 426 --seeds 1        one seed again
