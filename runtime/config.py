@@ -204,7 +204,7 @@ class SchedulerConfig(SchedulerOptions):
         step_bound_ms: chunks are such that a step is predicted to take at most this; 0: no bound.
             Not below a floor where no running row waits for the step.
         measured_steps: what the step-time model starts from: (tokens, square, rows, context,
-            seconds) of each step, see `runtime.scheduling.step_time_model.StepShape`.
+            seconds) of each step, see `runtime.scheduling.step_time_model.StepFeatures`.
         kv_tier_pages: pages that the tier below the pool holds; 0: there is none.
         kv_load_tokens: fewer tokens are computed rather than loaded from it.
         recurrent: cached KV alone is nothing that a request could go on from.

@@ -13,8 +13,8 @@ from ops.op_set import AttentionBatch
 from runtime.execution.packed_step import (
     NO_INTS,
     pack_step,
+    packed_shape,
     prompt_positions,
-    shape_of,
     unpack_step,
     view,
 )
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from runtime.execution.device import Device
     from runtime.execution.kv_pool import StepMemory
-    from runtime.execution.packed_step import StepShape
+    from runtime.execution.packed_step import PackedShape
     from runtime.scheduling.schedule_batch import ScheduleBatch
 
 
@@ -101,7 +101,7 @@ def make_forward_batch(
         if not (batch.num_prefill or len(prompt_tokens) or memory.states):
             return _make_decode_on_host(batch, memory)
         return _make_on_host(batch, prompt_tokens, memory)
-    shape = shape_of(batch, len(prompt_tokens))
+    shape = packed_shape(batch, len(prompt_tokens))
     packed, sampled = upload_step(batch, shape, staging, memory, prompt_tokens)
     lengths, starts = view(batch.extend_lens), view(batch.prefix_lens)
     step = unpack_step(
@@ -124,7 +124,7 @@ def make_forward_batch(
 
 def upload_step(
     batch: ScheduleBatch,
-    shape: StepShape,
+    shape: PackedShape,
     staging: Staging,
     memory: StepMemory,
     prompt_tokens: np.ndarray = NO_INTS,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from runtime.execution.cuda_graph_runner import GraphRecorder
     from runtime.execution.device import Device
     from runtime.execution.model_runner import ModelRunner, RunnerSizes
-    from runtime.execution.packed_step import StepShape
+    from runtime.execution.packed_step import PackedShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class GraphPlan:
     """
 
     decode_sizes: list[int]
-    shapes: list[StepShape]
+    shapes: list[PackedShape]
 
 
 def plan_graphs(config: RunnerConfig, device: Device, sizes: RunnerSizes) -> GraphPlan:

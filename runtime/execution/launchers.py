@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from runtime.runner import SampleMasks, StepOutput
 
 
-class StepWork(Protocol):
+class StepJob(Protocol):
     """What a step does, in the order in which it is done.
 
     Attributes:
@@ -59,7 +59,7 @@ class Launcher(Protocol):
 
     failed: bool
 
-    def launch(self, work: StepWork) -> LaunchedStep: ...
+    def launch(self, job: StepJob) -> LaunchedStep: ...
 
     def call(self, work: Callable[[], None]) -> None:
         """Does something that steps launched later will see. No step may be on its way."""
@@ -76,15 +76,15 @@ class ThreadLauncher:
     """One worker thread: forward, wait for the masks, sample, collect."""
 
     def __init__(self) -> None:
-        self._steps: queue.SimpleQueue[tuple[StepWork, LaunchedStep] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[StepJob, LaunchedStep] | None] = queue.SimpleQueue()
         self._may_sample: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.failed = False
         self._thread = threading.Thread(target=self._work, name="model-runner", daemon=True)
         self._thread.start()
 
-    def launch(self, work: StepWork) -> LaunchedStep:
+    def launch(self, job: StepJob) -> LaunchedStep:
         step = LaunchedStep(lambda _: self._may_sample.put(True))
-        self._steps.put((work, step))
+        self._steps.put((job, step))
         return step
 
     def call(self, work: Callable[[], None]) -> None:
@@ -100,27 +100,27 @@ class ThreadLauncher:
     def _work(self) -> None:
         with torch.inference_mode():
             while (launched := self._steps.get()) is not None:
-                work, step = launched
+                job, step = launched
                 try:
-                    step.end(self._run(work, step))
+                    step.end(self._run(job, step))
                 except BaseException as error:  # whatever it is belongs to the step's waiter
                     self.failed = True
                     step.end(error)
-                del launched, work, step  # its tensors are not needed while waiting for the next
+                del launched, job, step  # its tensors are not needed while waiting for the next
 
-    def _run(self, work: StepWork, step: LaunchedStep) -> StepOutput:
+    def _run(self, job: StepJob, step: LaunchedStep) -> StepOutput:
         try:
             if self.failed:
                 raise RuntimeError(_BEHIND)
-            work.forward()
+            job.forward()
         finally:
             # Steps may sample in launch order, so this one's leave comes first; it is taken also
             # where the forward pass failed, or the next step would get it.
             if not self._may_sample.get():
                 self._may_sample.put(False)  # for the next one
                 raise RuntimeError(_CLOSED)
-        work.sample(step.masks)
-        return work.output()
+        job.sample(step.masks)
+        return job.output()
 
 
 class StreamLauncher:
@@ -137,7 +137,7 @@ class StreamLauncher:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._handed_over = 0  # jobs, counted by the caller
         self._taken_on = 0  # and done, counted by the thread
-        self._sampled: queue.SimpleQueue[tuple[StepWork, LaunchedStep] | None] = queue.SimpleQueue()
+        self._sampled: queue.SimpleQueue[tuple[StepJob, LaunchedStep] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._launch, name="model-launcher", daemon=True),
             threading.Thread(target=self._wait, name="model-waiter", daemon=True),
@@ -145,11 +145,11 @@ class StreamLauncher:
         for thread in self._threads:
             thread.start()
 
-    def launch(self, work: StepWork) -> LaunchedStep:
-        step = LaunchedStep(partial(self._sample, work))
+    def launch(self, job: StepJob) -> LaunchedStep:
+        step = LaunchedStep(partial(self._sample, job))
         # One that could not be queued may never be asked to sample.
         self._unsampled = [other for other in self._unsampled if not other.done] + [step]
-        self._do(partial(self._queue, step, work.forward), quick=work.quick)
+        self._do(partial(self._queue, step, job.forward), quick=job.quick)
         return step
 
     def call(self, work: Callable[[], None]) -> None:
@@ -169,9 +169,9 @@ class StreamLauncher:
             self._sampled.put(None)
             waiter.join()
 
-    def _sample(self, work: StepWork, step: LaunchedStep) -> None:
+    def _sample(self, job: StepJob, step: LaunchedStep) -> None:
         self._unsampled = [other for other in self._unsampled if other is not step]
-        self._do(partial(self._queue_sampling, work, step), quick=True)
+        self._do(partial(self._queue_sampling, job, step), quick=True)
 
     def _do(self, job: Callable[[], object], *, quick: bool) -> None:
         if quick and self._handed_over == self._taken_on:
@@ -186,9 +186,9 @@ class StreamLauncher:
             del job  # a step's tensors are not needed while waiting for the next
             self._taken_on += 1
 
-    def _queue_sampling(self, work: StepWork, step: LaunchedStep) -> None:
-        if self._queue(step, lambda: work.sample(step.masks)):
-            self._sampled.put((work, step))
+    def _queue_sampling(self, job: StepJob, step: LaunchedStep) -> None:
+        if self._queue(step, lambda: job.sample(step.masks)):
+            self._sampled.put((job, step))
 
     def _queue(self, step: LaunchedStep, work: Callable[[], None]) -> bool:
         """Queues work of a step; where that raises, the step has failed."""
@@ -208,12 +208,12 @@ class StreamLauncher:
 
     def _wait(self) -> None:
         while (launched := self._sampled.get()) is not None:
-            work, step = launched
+            job, step = launched
             try:
-                output = work.output()  # blocks on the step's fence
+                output = job.output()  # blocks on the step's fence
             except Exception as error:
                 self.failed = True
                 step.end(error)
             else:
                 step.end(output)
-            del launched, work, step  # its tensors lived until here; the step is done
+            del launched, job, step  # its tensors lived until here; the step is done

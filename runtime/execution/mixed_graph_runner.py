@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.execution.packed_step import StepShape, empty_step
+from runtime.execution.packed_step import PackedShape, empty_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _TOKENS = (32, 64, 128, 192, 256)  # then every 128
 
 
-def mixed_shapes(max_tokens: int, max_rows: int) -> list[StepShape]:
+def mixed_shapes(max_tokens: int, max_rows: int) -> list[PackedShape]:
     """The shapes to capture, the smallest first: each number of tokens (32, 64, 128, 192, 256, then
     by 128) with 16, 64, 256, ... rows; the largest are max_tokens and max_rows themselves."""
     if max_tokens < 1 or max_rows < 1:
@@ -36,7 +36,7 @@ def mixed_shapes(max_tokens: int, max_rows: int) -> list[StepShape]:
     tokens = [*_TOKENS, *range(384, max_tokens, 128)]
     rows = [16 * 4**i for i in range(max_rows.bit_length())]
     shapes = {
-        StepShape(count, min(most, count), min(most, count), min(most, count))
+        PackedShape(count, min(most, count), min(most, count), min(most, count))
         for count in _up_to(max_tokens, tokens)
         for most in _up_to(max_rows, rows)
     }
@@ -60,8 +60,8 @@ class MixedGraphRunner:
     def __init__(
         self,
         recorder: GraphRecorder,
-        packed_logits: Callable[[Tensor, StepShape], Tensor],
-        shapes: Sequence[StepShape],
+        packed_logits: Callable[[Tensor, PackedShape], Tensor],
+        shapes: Sequence[PackedShape],
         device: torch.device,
         output: GraphOutput,
         progress: Callable[[str], None] = lambda _: None,
@@ -72,7 +72,7 @@ class MixedGraphRunner:
         self._ints = torch.zeros(
             max(sum(shape.sizes) for shape in shapes), dtype=torch.int32, device=device
         )
-        self._replays: dict[StepShape, Callable[[], Tensor]] = {}
+        self._replays: dict[PackedShape, Callable[[], Tensor]] = {}
         with torch.inference_mode():
             for shape in reversed(self.shapes):
                 progress(f"capturing steps of {shape.tokens} tokens in {shape.prompts} rows")
@@ -80,16 +80,16 @@ class MixedGraphRunner:
                 self._ints[: len(padding)].copy_(padding)
                 self._replays[shape] = recorder.record(partial(self._step, shape))
 
-    def _step(self, shape: StepShape) -> Tensor:
+    def _step(self, shape: PackedShape) -> Tensor:
         """What is recorded: a step over the static ints."""
         return self._output.take(self._packed_logits(self._ints[: sum(shape.sizes)], shape))
 
-    def padded_shape(self, tokens: int, rows: int) -> StepShape | None:
+    def padded_shape(self, tokens: int, rows: int) -> PackedShape | None:
         """The smallest captured shape that holds a step; None: none does."""
         fitting = (s for s in self.shapes if s.tokens >= tokens and s.prompts >= rows)
         return next(fitting, None)
 
-    def replay(self, packed: Tensor, shape: StepShape) -> Tensor:
+    def replay(self, packed: Tensor, shape: PackedShape) -> Tensor:
         """Logits [shape.logits, V] of a step packed into a captured shape, K and V stored.
         Valid until the next replay of any step."""
         self._ints[: packed.shape[0]].copy_(packed)

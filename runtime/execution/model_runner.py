@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from runtime.execution.device import Device, Fence
     from runtime.execution.forward_batch import SampledRows
     from runtime.execution.long_prompt_rows import LongPromptRows
-    from runtime.execution.packed_step import StepShape
+    from runtime.execution.packed_step import PackedShape
     from runtime.models.decoder import Decoder
     from runtime.runner import LaunchedStep, SampleMasks
 
@@ -66,11 +66,11 @@ class DecodeGraphs(Protocol):
 class MixedGraphs(Protocol):
     """Captured steps with prompts."""
 
-    def padded_shape(self, tokens: int, rows: int) -> StepShape | None:
+    def padded_shape(self, tokens: int, rows: int) -> PackedShape | None:
         """The captured shape for a step; None: there is none that holds it."""
         ...
 
-    def replay(self, packed: Tensor, shape: StepShape) -> Tensor:
+    def replay(self, packed: Tensor, shape: PackedShape) -> Tensor:
         """Logits [shape.logits, V] of a step packed into such a shape (valid until the
         next replay of any step), K and V stored."""
         ...
@@ -205,7 +205,7 @@ class ModelRunner:
         """
         return self.decoder(decode_step(rows, kv_lens, self.memory, max_kv_len))
 
-    def packed_logits(self, packed: Tensor, shape: StepShape) -> Tensor:
+    def packed_logits(self, packed: Tensor, shape: PackedShape) -> Tensor:
         """Logits [shape.logits, V] of a packed step on the device: what a graph captures."""
         return self.decoder(
             unpack_step(
@@ -255,7 +255,7 @@ class ModelStep:
         return self._captured is not None
 
     @cached_property
-    def _captured(self) -> DecodeGraphs | tuple[MixedGraphs, StepShape] | None:
+    def _captured(self) -> DecodeGraphs | tuple[MixedGraphs, PackedShape] | None:
         """What holds it: captured decode steps, or a captured shape of steps with prompts."""
         runner, batch = self._runner, self._batch
         if not batch.num_prefill:
@@ -293,7 +293,7 @@ class ModelStep:
         self._prepared()
         return graphs.replay(rows, kv_lens)
 
-    def _replayed_mixed_logits(self, graphs: MixedGraphs, shape: StepShape) -> Tensor:
+    def _replayed_mixed_logits(self, graphs: MixedGraphs, shape: PackedShape) -> Tensor:
         runner = self._runner
         packed, sampled = upload_step(self._batch, shape, runner.staging, runner.memory)
         self._sampled_rows = sampled

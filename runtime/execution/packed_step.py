@@ -35,7 +35,7 @@ Ints = TypeVar("Ints", np.ndarray, Tensor)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class StepShape:
+class PackedShape:
     """How much a step holds, padding included.
 
     Args:
@@ -54,9 +54,9 @@ class StepShape:
         return tokens, tokens, tokens, rows, rows, prompts, prompts + 1, prompts, self.logits
 
 
-def shape_of(batch: ScheduleBatch, prompt_tokens: int = 0) -> StepShape:
+def packed_shape(batch: ScheduleBatch, prompt_tokens: int = 0) -> PackedShape:
     """The shape without padding. prompt_tokens: that need logits beside the sampled ones."""
-    return StepShape(
+    return PackedShape(
         tokens=batch.prefill_tokens + batch.num_decode,
         decode_rows=batch.num_decode,
         prompts=batch.num_prefill,
@@ -86,7 +86,7 @@ class PackedStep(Generic[Ints]):
     logit_tokens: Ints
 
     @classmethod
-    def of(cls, packed: Ints, shape: StepShape) -> PackedStep[Ints]:
+    def of(cls, packed: Ints, shape: PackedShape) -> PackedStep[Ints]:
         parts, begin = [], 0
         for size in shape.sizes:
             parts.append(packed[begin : begin + size])
@@ -94,7 +94,7 @@ class PackedStep(Generic[Ints]):
         return cls(*parts)
 
 
-def empty_step(shape: StepShape) -> np.ndarray:
+def empty_step(shape: PackedShape) -> np.ndarray:
     """A packed step of padding alone."""
     packed = np.zeros(sum(shape.sizes), dtype=np.int32)
     parts = PackedStep.of(packed, shape)
@@ -104,7 +104,7 @@ def empty_step(shape: StepShape) -> np.ndarray:
 
 
 def pack_step(
-    batch: ScheduleBatch, shape: StepShape, prompt_tokens: np.ndarray = NO_INTS
+    batch: ScheduleBatch, shape: PackedShape, prompt_tokens: np.ndarray = NO_INTS
 ) -> np.ndarray:
     """The step, packed into a shape that holds it.
 
@@ -148,7 +148,7 @@ def prompt_positions(batch: ScheduleBatch) -> np.ndarray:
 
 
 def unpack_step(
-    packed: Tensor, shape: StepShape, memory: StepMemory, *, max_q_len: int, max_kv_len: int
+    packed: Tensor, shape: PackedShape, memory: StepMemory, *, max_q_len: int, max_kv_len: int
 ) -> DecoderStep:
     """A packed step on the device as the decoder takes it.
 

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from runtime.scheduling.step_time_model import StepShape, StepTimeModel, TargetReach
+from runtime.scheduling.step_time_model import StepFeatures, StepTimeModel, TargetReach
 
 if TYPE_CHECKING:
     from runtime.config import SchedulerConfig
@@ -117,7 +117,7 @@ class DynamicChunkSizer:
         return ChunkSize(max(min(size, most), self._config.page_size))
 
     def observe(self, batch: ScheduleBatch, seconds: float) -> None:
-        self._model.observe(shape_of(batch), seconds)
+        self._model.observe(step_features(batch), seconds)
 
 
 def predict_next_chunk_size(history: int, a: float, b: float, base: int, page_size: int) -> int:
@@ -168,11 +168,11 @@ class TimedChunkSizer:
         # Where they are of another size, steps without decode rows say little of those with some.
         self._learns_from_all = config.disable_mixed_chunk or self._bound_s > 0
         self._model = StepTimeModel(ENOUGH_SEEDS) if config.measured_steps else StepTimeModel()
-        self._recent: deque[StepShape] = deque(maxlen=COMPARED_STEPS)
+        self._recent: deque[StepFeatures] = deque(maxlen=COMPARED_STEPS)
         for *terms, seconds in config.measured_steps:
-            shape = StepShape(*map(int, terms))
-            self._model.observe(shape, seconds)
-            self._recent.append(shape)
+            features = StepFeatures(*map(int, terms))
+            self._model.observe(features, seconds)
+            self._recent.append(features)
         self._first_fit = self._model.coefficients
 
     @property
@@ -190,7 +190,7 @@ class TimedChunkSizer:
         if fitted is None:
             return ChunkSize(self._first_size, exact=True)
         self._first_fit = self._first_fit or fitted
-        fixed = fitted.seconds(StepShape(0, 0, load.rows, load.context)) + self._model.margin_s
+        fixed = fitted.seconds(StepFeatures(0, 0, load.rows, load.context)) + self._model.margin_s
         limit = self._limit_of_growth(fitted, load.history)
         most = _largest_within(target_s - fixed, *fitted[:2], load.history, limit)
         if not awaited:
@@ -206,8 +206,8 @@ class TimedChunkSizer:
         the same prediction, by which few tokens behind a long history are as much as many that
         begin a prompt."""
         a, b, recent = fitted.square, fitted.token, self._recent
-        most = max([shape.tokens for shape in recent])
-        most_s = max([a * shape.square + b * shape.tokens for shape in recent])
+        most = max([features.tokens for features in recent])
+        most_s = max([a * features.square + b * features.tokens for features in recent])
         as_much = _largest_within(GROWTH * most_s, a, b, history, self._limit) if most_s else 0
         return min(max(GROWTH * most, as_much), self._limit)
 
@@ -220,16 +220,16 @@ class TimedChunkSizer:
         return max(self._unit // PAGE_PARTS, 1)
 
     def observe(self, batch: ScheduleBatch, seconds: float) -> None:
-        shape = shape_of(batch)
-        if not shape.rows and not self._learns_from_all:
+        features = step_features(batch)
+        if not features.rows and not self._learns_from_all:
             return
-        self._model.observe(shape, seconds)
-        if not shape.tokens:
+        self._model.observe(features, seconds)
+        if not features.tokens:
             return
-        self._recent.append(shape)
+        self._recent.append(features)
         self._next_first_size(seconds)
         if self._reach is not None:
-            smallest_s = self._with_smallest_chunk(batch, shape, seconds)
+            smallest_s = self._with_smallest_chunk(batch, features, seconds)
             if smallest_s is not None:
                 self._reach.observe(held=smallest_s <= self._target_s)
 
@@ -243,7 +243,7 @@ class TimedChunkSizer:
             self._first_size = max(size // 2 // unit * unit, unit)
 
     def _with_smallest_chunk(
-        self, batch: ScheduleBatch, shape: StepShape, seconds: float
+        self, batch: ScheduleBatch, features: StepFeatures, seconds: float
     ) -> float | None:
         """What this step would have taken with the smallest chunk in place of its own: a larger
         one that missed says nothing against the target. None before there is a model."""
@@ -251,8 +251,8 @@ class TimedChunkSizer:
         if fitted is None:
             return None
         history = batch.prefix_lens[0]
-        tokens = min(self._smallest(history), shape.tokens)
-        spared = fitted.square * shape.square + fitted.token * shape.tokens
+        tokens = min(self._smallest(history), features.tokens)
+        spared = fitted.square * features.square + fitted.token * features.tokens
         return seconds - spared + _prefill_s(fitted.square, fitted.token, tokens, history)
 
 
@@ -278,9 +278,9 @@ def _largest_within(seconds: float, a: float, b: float, history: int, limit: int
     return min(int(2 * seconds / (linear + root)), limit)
 
 
-def shape_of(batch: ScheduleBatch) -> StepShape:
+def step_features(batch: ScheduleBatch) -> StepFeatures:
     """What the time of a step depends on."""
     prefill = zip(batch.extend_lens[: batch.num_prefill], batch.prefix_lens, strict=False)
     square = sum(extend * (extend + 2 * prefix) for extend, prefix in prefill)
     context = sum(batch.prefix_lens[batch.num_prefill :]) + batch.num_decode
-    return StepShape(batch.prefill_tokens, square, batch.num_decode, context)
+    return StepFeatures(batch.prefill_tokens, square, batch.num_decode, context)

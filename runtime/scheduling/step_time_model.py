@@ -28,7 +28,7 @@ SLOWER, FASTER = 3, 5  # so many of them in a row are a change of the machine's 
 _SCALES = (1e-6, 1e-2, 1e-2, 1e-4, 1.0)
 
 
-class StepShape(NamedTuple):
+class StepFeatures(NamedTuple):
     """What a step's time depends on.
 
     Args:
@@ -51,13 +51,13 @@ class Coefficients(NamedTuple):
     context: float
     constant: float
 
-    def seconds(self, shape: StepShape) -> float:
-        """What a step of this shape takes."""
+    def seconds(self, features: StepFeatures) -> float:
+        """What a step with these features takes."""
         return (
-            self.square * shape.square
-            + self.token * shape.tokens
-            + self.row * shape.rows
-            + self.context * shape.context
+            self.square * features.square
+            + self.token * features.tokens
+            + self.row * features.rows
+            + self.context * features.context
             + self.constant
         )
 
@@ -100,21 +100,21 @@ class StepTimeModel:
         prediction, made before the step was seen."""
         return max(quantile(self._residuals, 0.95), 0.0)
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
+    def observe(self, features: StepFeatures, seconds: float) -> None:
         """Learns from one step."""
         self._seen += 1
         if self._seen == 1:
             return
-        weight = 1.0 if shape.tokens else DECODE_WEIGHT
-        if shape.tokens:
+        weight = 1.0 if features.tokens else DECODE_WEIGHT
+        if features.tokens:
             fitted = self.coefficients
-            predicted = 0.0 if fitted is None else fitted.seconds(shape)
+            predicted = 0.0 if fitted is None else fitted.seconds(features)
             if predicted > 0:
                 self._judge(seconds, predicted)
                 weight = predicted / max(seconds, predicted)
             self._prefill_steps += 1
-        fade = FORGETTING if shape.tokens else FORGETTING**DECODE_WEIGHT
-        values = (shape.square, shape.tokens, shape.rows, shape.context, 1)
+        fade = FORGETTING if features.tokens else FORGETTING**DECODE_WEIGHT
+        values = (features.square, features.tokens, features.rows, features.context, 1)
         scaled = [value * scale for value, scale in zip(values, _SCALES, strict=True)]
         for i, left in enumerate(scaled):
             row = self._gram[i]
@@ -178,7 +178,7 @@ def measure_steps(time_step: StepTimer, *, bound_s: float, context_length: int) 
         time_step: runs a step of (prompt tokens, tokens before them, decode rows, cached tokens of
             each row) and gives its seconds.
     Returns:
-        (tokens, square, rows, context, seconds) of each, see `StepShape`.
+        (tokens, square, rows, context, seconds) of each, see `StepFeatures`.
     """
     found: list[tuple[float, ...]] = []
 

@@ -25,7 +25,7 @@ from ops.gpu import extend_attention
 from ops.gpu.op_set import GpuOps
 from runtime.execution.graph_capture import GraphPlan, capture_graphs
 from runtime.execution.model_runner import ModelStep
-from runtime.execution.packed_step import StepShape
+from runtime.execution.packed_step import PackedShape
 from runtime.execution.warm_up import warm_up
 from runtime.request import SamplingParams
 from scripts._eager_recorder import EagerRecorder
@@ -38,7 +38,7 @@ from tests.ops.gpu.tiny_decoder import (
     serve_all_ways,
 )
 
-PLAN = GraphPlan([1, 2, 4], [StepShape(32, 4, 4, 4)])
+PLAN = GraphPlan([1, 2, 4], [PackedShape(32, 4, 4, 4)])
 # The prompt of the last one is not replayed.
 WAYS_TO_SAMPLE = [*SAMPLINGS, SamplingParams(temperature=0.0, prompt_logprobs=1)]
 

@@ -11,7 +11,7 @@ from ops.cpu.op_set import CpuOps
 from ops.gpu.op_set import GpuOps
 from runtime.config import SchedulerConfig
 from runtime.execution.graph_capture import GraphPlan, capture_graphs
-from runtime.execution.packed_step import StepShape
+from runtime.execution.packed_step import PackedShape
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 from scripts._eager_recorder import EagerRecorder
@@ -52,7 +52,7 @@ def generate(
     device = make_queued_device(ops) if graphs else make_device(ops)
     runner = make_runner(replace(device, kv_codes=kv_codes))
     if graphs:
-        plan = GraphPlan([2, 4], [StepShape(20, 4, 4, 4)])
+        plan = GraphPlan([2, 4], [PackedShape(20, 4, 4, 4)])
         capture_graphs(runner, plan, EagerRecorder())
     scheduler = Scheduler(
         SchedulerConfig(

@@ -27,7 +27,7 @@ from ops.op_set import Expert, GroupedWeight, PackedEmbedding, Routing
 from runtime.execution.device import Device, Fence
 from runtime.execution.forward_batch import Staging
 from runtime.execution.model_runner import ModelRunner, ModelStep
-from runtime.execution.packed_step import StepShape
+from runtime.execution.packed_step import PackedShape
 from runtime.execution.state_rows import StateRows
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
@@ -178,7 +178,7 @@ def test_what_a_graph_captures_neither_waits_nor_mixes_devices(runner: ModelRunn
 
 
 def test_what_a_mixed_graph_captures_neither_waits_nor_mixes_devices(runner: ModelRunner) -> None:
-    shape = StepShape(tokens=32, decode_rows=8, prompts=8, logits=8)
+    shape = PackedShape(tokens=32, decode_rows=8, prompts=8, logits=8)
     packed = torch.zeros(sum(shape.sizes), dtype=torch.int32, device="cuda")
     logits = runner.packed_logits(packed, shape)
     assert logits.shape == (8, VOCAB_SIZE)

@@ -22,7 +22,7 @@ from runtime.execution.forward_batch import (
 )
 from runtime.execution.kv_pool import StepMemory
 from runtime.execution.model_runner import ModelRunner, ModelStep
-from runtime.execution.packed_step import StepShape, shape_of, unpack_step
+from runtime.execution.packed_step import PackedShape, packed_shape, unpack_step
 from runtime.request import Request, SamplingParams
 from runtime.scheduling.schedule_batch import ScheduleBatch
 from tests.ops.gpu.tiny_decoder import PAGE_SIZE, VOCAB_SIZE, make_device, make_runner
@@ -151,7 +151,7 @@ def test_a_step_packed_into_a_larger_shape_is_the_same_step_and_padding(
     kind: str, seed: int
 ) -> None:
     batch = random_batch(random.Random(seed), kind)
-    tight, wide = shape_of(batch), StepShape(tokens=70, decode_rows=9, prompts=10, logits=11)
+    tight, wide = packed_shape(batch), PackedShape(tokens=70, decode_rows=9, prompts=10, logits=11)
     memory = fresh_memory(seed)
     staging = Staging(DEVICE)
     found = []

@@ -24,7 +24,7 @@ from runtime.execution.graph_capture import GraphPlan, capture_graphs, plan_grap
 from runtime.execution.kv_pool import KVPool, bytes_per_state, bytes_per_token
 from runtime.execution.kv_sizing import pool_sizes, total_tokens, work_bytes
 from runtime.execution.model_runner import ModelRunner, RunnerSizes
-from runtime.execution.packed_step import StepShape
+from runtime.execution.packed_step import PackedShape
 from runtime.execution.warm_up import largest_step
 from scripts._eager_recorder import EagerRecorder
 from tests.ops.gpu.tiny_decoder import (
@@ -150,14 +150,14 @@ def test_captured_steps_are_counted_at_the_largest_of_each_kind(monkeypatch) -> 
     seen: list[object] = []
 
     def noted(_, first, *more):
-        seen.append(more[0] if isinstance(more[0], StepShape) else first.shape)
+        seen.append(more[0] if isinstance(more[0], PackedShape) else first.shape)
         return torch.empty(5, VOCAB_SIZE)
 
     monkeypatch.setattr(ModelRunner, "decode_logits", noted)
     monkeypatch.setattr(ModelRunner, "packed_logits", noted)
     plan = plan_graphs(RunnerConfig(cuda_graph_max_tokens=64), device, runner.sizes)
     with_graphs = work_bytes(device, runner.decoder, runner.sizes, 100, plan)
-    assert seen == [StepShape(64, 5, 5, 5), (5,)]
+    assert seen == [PackedShape(64, 5, 5, 5), (5,)]
     without = work_bytes(gpu(10**6), runner.decoder, runner.sizes, 100, plan)
     assert with_graphs - without == 3000
     runner.close()
@@ -219,7 +219,7 @@ def test_steps_with_prompts_are_captured_up_to_their_own_bound() -> None:
     none = plan_graphs(RunnerConfig(cuda_graph_max_tokens=0), device, sizes)
     assert (none.decode_sizes, none.shapes) == ([1, 2, 4, 8], [])
     few = plan_graphs(RunnerConfig(cuda_graph_max_tokens=70), device, sizes)
-    assert few.shapes == [StepShape(tokens, 8, 8, 8) for tokens in (32, 64, 70)]
+    assert few.shapes == [PackedShape(tokens, 8, 8, 8) for tokens in (32, 64, 70)]
 
 
 def test_a_capture_without_memory_is_one_sentence_with_numbers(monkeypatch) -> None:

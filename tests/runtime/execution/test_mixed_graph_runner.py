@@ -17,7 +17,7 @@ from runtime.config import SchedulerConfig
 from runtime.execution.graph_capture import GraphPlan, capture_graphs
 from runtime.execution.mixed_graph_runner import MixedGraphRunner, mixed_shapes
 from runtime.execution.model_runner import ModelRunner, ModelStep
-from runtime.execution.packed_step import StepShape, empty_step
+from runtime.execution.packed_step import PackedShape, empty_step
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 from scripts._eager_recorder import EagerRecorder
@@ -44,18 +44,18 @@ patch_loop_bounds()
 
 ROWS = 6
 # Steps of up to 3 decode rows and of up to 14 tokens in 4 rows are captured; others run eagerly.
-PLAN = GraphPlan([1, 3], [StepShape(6, 2, 2, 2), StepShape(14, 4, 4, 4)])
+PLAN = GraphPlan([1, 3], [PackedShape(6, 2, 2, 2), PackedShape(14, 4, 4, 4)])
 
 
 def test_shapes_are_of_every_number_of_tokens_with_a_few_numbers_of_rows() -> None:
     assert mixed_shapes(0, 8) == mixed_shapes(1024, 0) == []
-    assert mixed_shapes(20, 4) == [StepShape(20, 4, 4, 4)]
+    assert mixed_shapes(20, 4) == [PackedShape(20, 4, 4, 4)]
     assert mixed_shapes(70, 40) == [
-        StepShape(tokens, rows, rows, rows)
+        PackedShape(tokens, rows, rows, rows)
         for tokens, rows in ((32, 16), (32, 32), (64, 16), (64, 40), (70, 16), (70, 40))
     ]
     largest = mixed_shapes(1024, 256)
-    assert largest[-1] == StepShape(1024, 256, 256, 256)
+    assert largest[-1] == PackedShape(1024, 256, 256, 256)
     tokens = {shape.tokens for shape in largest}
     assert tokens == {32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024}
     assert len(largest) == 31
@@ -87,12 +87,12 @@ class EagerAtPaddedSize:
     def holds(self, rows: int) -> bool:
         return rows <= PLAN.decode_sizes[-1]
 
-    def padded_shape(self, tokens: int, rows: int) -> StepShape | None:
+    def padded_shape(self, tokens: int, rows: int) -> PackedShape | None:
         holding = [s for s in PLAN.shapes if s.tokens >= tokens and s.prompts >= rows]
         return min(holding, default=None)
 
-    def replay(self, first: Tensor, second: Tensor | StepShape) -> Tensor:
-        if isinstance(second, StepShape):
+    def replay(self, first: Tensor, second: Tensor | PackedShape) -> Tensor:
+        if isinstance(second, PackedShape):
             return self._runner.packed_logits(first.clone(), second)
         count = len(first)
         size = min(size for size in PLAN.decode_sizes if size >= count)
@@ -246,7 +246,7 @@ def test_steps_are_captured_from_the_largest_down_over_padding() -> None:
         sizes = make_runner(device).sizes
         graphs = mixed_graphs = None
 
-        def packed_logits(self, packed: Tensor, shape: StepShape) -> Tensor:
+        def packed_logits(self, packed: Tensor, shape: PackedShape) -> Tensor:
             if len(seen) < 4:
                 assert packed.tolist() == empty_step(shape).tolist()
             seen.append(("mixed", shape.tokens))
@@ -296,10 +296,10 @@ class InstantGraphs:
 
     replays = 0
 
-    def padded_shape(self, tokens: int, rows: int) -> StepShape:
-        return StepShape(64, 8, 8, 8)
+    def padded_shape(self, tokens: int, rows: int) -> PackedShape:
+        return PackedShape(64, 8, 8, 8)
 
-    def replay(self, packed: Tensor, shape: StepShape) -> Tensor:
+    def replay(self, packed: Tensor, shape: PackedShape) -> Tensor:
         assert packed.shape == (sum(shape.sizes),)
         InstantGraphs.replays += 1
         return torch.zeros(shape.logits, VOCAB_SIZE)

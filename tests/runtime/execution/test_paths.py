@@ -17,7 +17,7 @@ from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.execution.build import build_runner
 from runtime.execution.graph_capture import GraphPlan, capture_graphs
 from runtime.execution.model_runner import ModelRunner
-from runtime.execution.packed_step import StepShape
+from runtime.execution.packed_step import PackedShape
 from runtime.request import FinishReason, SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 from scripts._eager_recorder import EagerRecorder
@@ -62,7 +62,7 @@ def model(folder: Path) -> PreTrainedModel:
 def with_graphs(built: ModelRunner) -> ModelRunner:
     """The model on a device that queues work; steps of up to 20 tokens in 12 rows are captured."""
     runner = ModelRunner(queued(built.device), built.decoder, built.sizes)
-    shapes = [StepShape(8, 8, 8, 8), StepShape(20, 12, 12, 12)]
+    shapes = [PackedShape(8, 8, 8, 8), PackedShape(20, 12, 12, 12)]
     capture_graphs(runner, GraphPlan([1, 4, 12], shapes), EagerRecorder())
     return runner
 

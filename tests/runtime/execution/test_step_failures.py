@@ -14,7 +14,7 @@ from runtime.execution.build import build_runner
 from runtime.execution.graph_capture import GraphPlan, capture_graphs
 from runtime.execution.launchers import StreamLauncher, ThreadLauncher
 from runtime.execution.model_runner import ModelRunner, ModelStep
-from runtime.execution.packed_step import StepShape
+from runtime.execution.packed_step import PackedShape
 from runtime.request import FinishReason, Request, SamplingParams
 from runtime.scheduling.scheduler import Scheduler
 from scripts._eager_recorder import EagerRecorder
@@ -61,7 +61,7 @@ def runner(
         device = queued(device)
     runner = ModelRunner(device, built.decoder, built.sizes)
     if request.param == "graphs":  # some steps of this load are captured, some are not
-        capture_graphs(runner, GraphPlan([2, 4], [StepShape(18, 4, 4, 4)]), EagerRecorder())
+        capture_graphs(runner, GraphPlan([2, 4], [PackedShape(18, 4, 4, 4)]), EagerRecorder())
     yield runner
     runner.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime.execution import step_times
-from runtime.scheduling.step_time_model import StepShape, measure_steps
+from runtime.scheduling.step_time_model import StepFeatures, measure_steps
 
 
 class Machine:
@@ -44,7 +44,7 @@ def test_a_later_start_at_the_same_speed_takes_two_steps(tmp_path: Path) -> None
     assert remembered(later) == found
     assert later.steps == [1, 1]
     assert len(first.steps) > 10
-    assert all(StepShape(*map(int, step[:4])) for step in found)
+    assert all(StepFeatures(*map(int, step[:4])) for step in found)
 
 
 @pytest.mark.parametrize("speed", [0.5, 2.0])

@@ -20,7 +20,7 @@ from runtime.scheduling.chunk_sizer import (
 )
 from runtime.scheduling.least_squares import solve
 from runtime.scheduling.schedule_batch import ScheduleBatch
-from runtime.scheduling.step_time_model import StepShape, StepTimeModel, quantile
+from runtime.scheduling.step_time_model import StepFeatures, StepTimeModel, quantile
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
 PAGE = 16
@@ -344,7 +344,7 @@ def test_the_model_finds_the_coefficients_of_exact_times() -> None:
     rng = random.Random(5)
     for _ in range(60):
         tokens, history, rows = rng.randint(1, 512), rng.randint(0, 4000), rng.randint(1, 64)
-        shape = StepShape(tokens, tokens * (tokens + 2 * history), rows, rows * history)
+        shape = StepFeatures(tokens, tokens * (tokens + 2 * history), rows, rows * history)
         seconds = 3e-9 * shape.square + 5e-5 * tokens + 1e-4 * rows + 1e-8 * shape.context + 0.004
         model.observe(shape, seconds)
     fitted = model.coefficients
@@ -358,7 +358,7 @@ def test_no_coefficient_is_negative() -> None:
     model = StepTimeModel()
     for index in range(30):
         tokens = 16 + 16 * (index % 3)
-        model.observe(StepShape(tokens, tokens * tokens, 8, 100), 0.01 - 1e-5 * tokens)
+        model.observe(StepFeatures(tokens, tokens * tokens, 8, 100), 0.01 - 1e-5 * tokens)
     fitted = model.coefficients
     assert fitted is not None
     assert min(fitted) >= 0
