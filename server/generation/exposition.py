@@ -333,9 +333,9 @@ _SPREADS: Sequence[Spread] = (
         lambda m: m.step_host_time,
     ),
     (
-        "loomserve:gpu_overlap_wait_seconds",
-        "The device stood still between two steps, though there was work",
-        lambda m: m.overlap_wait,
+        "loomserve:device_idle_seconds",
+        "The device was idle between two steps, though there was work",
+        lambda m: m.device_idle,
     ),
     (
         "loomserve:event_loop_lag_seconds",

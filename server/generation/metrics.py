@@ -110,7 +110,7 @@ class Metrics:
     request_latency: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     step_time: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     step_host_time: Histogram = field(default_factory=lambda: Histogram(GAP_S))
-    overlap_wait: Histogram = field(default_factory=lambda: Histogram(GAP_S))
+    device_idle: Histogram = field(default_factory=lambda: Histogram(GAP_S))
     compiled_kernels: int = 0
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
@@ -166,7 +166,7 @@ class Metrics:
         self.step_host_time.observe(record.host_s)
         self.compiled_kernels += record.compiled_kernels
         if record.idle_s is not None:
-            self.overlap_wait.observe(record.idle_s)
+            self.device_idle.observe(record.idle_s)
 
     def turn(self, hit_rate: float) -> None:
         """A conversation went on, and so much of its prompt was found in the prefix cache."""

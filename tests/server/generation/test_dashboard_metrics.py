@@ -157,7 +157,7 @@ async def test_the_device_s_waits_are_those_of_the_steps_that_followed_another()
             for _ in range(2):  # the server is idle in between, which is no wait
                 await server.complete(max_tokens=20, ignore_eos=True)
                 await server.wait_idle()
-            histogram = server.service.metrics.overlap_wait
+            histogram = server.service.metrics.device_idle
             records = list(server.service.engine.records)
         waits = [one.idle_s for one in records if one.idle_s is not None]
         assert sum(histogram.counts) == len(waits) >= 30
