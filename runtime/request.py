@@ -129,7 +129,7 @@ class RequestRecord:
         passed_over_s: when a later arrival was first admitted before it.
         waited: seconds waited per blocking term, of waits that are over.
         saved: recurrent states that its steps have saved since it was admitted.
-        own_reason: its blocking term in the last pass where that was not the whole queue's.
+        own_term: its blocking term in the last pass where that was not the whole queue's.
     """
 
     seq: int = -1
@@ -150,7 +150,7 @@ class RequestRecord:
     last_step: int = -1
     passed_over_s: float | None = None
     waited: list[float] = field(default_factory=list)
-    own_reason: str = ""
+    own_term: str = ""
     admissions: int = 0
     prefix_tokens: int = 0
     verified: bool = False

@@ -73,7 +73,7 @@ class Counters:
             self.prefill_steps += 1
 
 
-class Reason(Enum):
+class BlockingTerm(Enum):
     """The term that kept a request from being admitted."""
 
     NONE = ""
@@ -91,19 +91,19 @@ class Reason(Enum):
     KV_LOAD = "kv_load"  # its prefix is being loaded from the tier below the pool
 
 
-WAIT_REASONS = tuple(reason for reason in Reason if reason is not Reason.NONE)
-_INDEX: dict[Reason, int] = {reason: index for index, reason in enumerate(WAIT_REASONS)}
+BLOCKING_TERMS = tuple(term for term in BlockingTerm if term is not BlockingTerm.NONE)
+_INDEX: dict[BlockingTerm, int] = {term: index for index, term in enumerate(BLOCKING_TERMS)}
 
 
 class WaitClocks:
     """Cumulative seconds per blocking term. `current` is what blocks the queue now."""
 
     def __init__(self) -> None:
-        self.totals = [0.0] * len(WAIT_REASONS)
-        self.current = Reason.NEXT_PASS
-        self._apart = [0.0] * len(WAIT_REASONS)  # of requests that waited for a term of their own
+        self.totals = [0.0] * len(BLOCKING_TERMS)
+        self.current = BlockingTerm.NEXT_PASS
+        self._apart = [0.0] * len(BLOCKING_TERMS)  # of requests that waited for a term of their own
         self._now: float | None = None
-        self._singled_out: list[tuple[Request, Reason]] = []
+        self._singled_out: list[tuple[Request, BlockingTerm]] = []
 
     def advance(self, now: float) -> None:
         """Charges the time since the last call to what blocked the queue during it."""
@@ -113,10 +113,10 @@ class WaitClocks:
             return
         common = _INDEX[self.current]
         self.totals[common] += elapsed
-        for request, reason in self._singled_out:
+        for request, term in self._singled_out:
             waited = request.scheduling.waited
-            waited[_INDEX[reason]] += elapsed
-            self._apart[_INDEX[reason]] += elapsed
+            waited[_INDEX[term]] += elapsed
+            self._apart[_INDEX[term]] += elapsed
             if request.row < 0:  # a waiting one also runs on the common clock
                 waited[common] -= elapsed
 
@@ -124,13 +124,13 @@ class WaitClocks:
         """Starts a pass: nobody is singled out any more."""
         self.advance(now)
         for request, _ in self._singled_out:
-            request.scheduling.own_reason = ""
+            request.scheduling.own_term = ""
         self._singled_out.clear()
 
-    def single_out(self, request: Request, reason: Reason) -> None:
+    def single_out(self, request: Request, term: BlockingTerm) -> None:
         """Charges one request's time until the next pass to a term of its own."""
-        request.scheduling.own_reason = reason.value
-        self._singled_out.append((request, reason))
+        request.scheduling.own_term = term.value
+        self._singled_out.append((request, term))
 
     def begin(self, request: Request, now: float) -> None:
         """A request begins to wait in the queue."""
@@ -138,7 +138,7 @@ class WaitClocks:
         record = request.scheduling
         record.arrival_clocks = tuple(self.totals)
         if not record.waited:
-            record.waited = [0.0] * len(WAIT_REASONS)
+            record.waited = [0.0] * len(BLOCKING_TERMS)
 
     def end(self, request: Request) -> None:
         """A request leaves the queue: its account is settled."""
@@ -148,32 +148,32 @@ class WaitClocks:
         record.arrival_clocks = ()
         self._singled_out = [pair for pair in self._singled_out if pair[0] is not request]
 
-    def add(self, request: Request, reason: Reason, seconds: float) -> None:
+    def add(self, request: Request, term: BlockingTerm, seconds: float) -> None:
         """Charges a wait outside the queue."""
         record = request.scheduling
         if not record.waited:
-            record.waited = [0.0] * len(WAIT_REASONS)
-        record.waited[_INDEX[reason]] += max(seconds, 0.0)
-        self._apart[_INDEX[reason]] += max(seconds, 0.0)
+            record.waited = [0.0] * len(BLOCKING_TERMS)
+        record.waited[_INDEX[term]] += max(seconds, 0.0)
+        self._apart[_INDEX[term]] += max(seconds, 0.0)
 
-    def totals_by_reason(self) -> dict[str, float]:
+    def totals_by_term(self) -> dict[str, float]:
         """Seconds since start for which each term has blocked the queue, or, where it is a term
         of single requests, for which they have waited, summed over them."""
-        both = zip(WAIT_REASONS, self.totals, self._apart, strict=True)
-        return {reason.value: queue + apart for reason, queue, apart in both}
+        both = zip(BLOCKING_TERMS, self.totals, self._apart, strict=True)
+        return {term.value: queue + apart for term, queue, apart in both}
 
     def waited_seconds(self, request: Request) -> dict[str, float]:
         """Seconds waited so far per blocking term; terms without any are left out."""
         record = request.scheduling
-        waited = record.waited or [0.0] * len(WAIT_REASONS)
+        waited = record.waited or [0.0] * len(BLOCKING_TERMS)
         if record.arrival_clocks:
             waited = [
                 w + total - before
                 for w, total, before in zip(waited, self.totals, record.arrival_clocks, strict=True)
             ]
         return {
-            reason.value: seconds
-            for reason, seconds in zip(WAIT_REASONS, waited, strict=True)
+            term.value: seconds
+            for term, seconds in zip(BLOCKING_TERMS, waited, strict=True)
             if seconds > 0
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from runtime.scheduling.accounting import Reason
+from runtime.scheduling.accounting import BlockingTerm
 from runtime.scheduling.chunk_sizer import ChunkLoad, ChunkSize, make_chunk_sizer
 from runtime.scheduling.kv_memory import match_limit
 from runtime.scheduling.page_allocator import whole_pages
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 WORTH_WAITING_TOKENS = 32
 MAX_LEFT = 64  # requests left for their twins in one pass; it then stops looking
 AHEAD_STEPS = 4  # short prompts may save up their share of so many steps
-_FULL = (Reason.ROWS, Reason.KV_TOTAL, Reason.KV_STEP)
+_FULL = (BlockingTerm.ROWS, BlockingTerm.KV_TOTAL, BlockingTerm.KV_STEP)
 
 
 class Admission:
     """Walks the queue with the budgets of one step.
 
-    "Full" is nothing but an observable with its reason: every pass looks at rows and KV anew. That
+    "Full" is nothing but an observable with its term: every pass looks at rows and KV anew. That
     costs a sum over the running rows and one match of the first waiting prompt, whatever the length
     of the queue; a remembered refusal saves that much, and is wrong as soon as one of the many
     things that it rests on has changed unnoticed.
@@ -48,7 +48,7 @@ class Admission:
     def __init__(self, config: SchedulerConfig, life: Lifecycle) -> None:
         self._life = life
         self._memory = life.memory
-        self.reason = Reason.NONE  # why the last pass admitted no more
+        self.term = BlockingTerm.NONE  # why the last pass admitted no more
         self.size = ChunkSize(None)  # of the last pass that had prompts to compute
         self._credit = 0.0  # tokens that short prompts may take from the pending chunk
         self.configure(config)
@@ -63,7 +63,7 @@ class Admission:
     @property
     def full(self) -> bool:
         """Whether the last pass had to refuse somebody for want of rows or KV."""
-        return self.reason in _FULL
+        return self.term in _FULL
 
     # The pass
 
@@ -93,7 +93,7 @@ class Admission:
                 if rows > 0:
                     self._admit_ahead(adder, chunked, pending, rows, now, first)
                 if not adder.add_chunked(chunked):
-                    self._life.clocks.single_out(chunked, adder.reason)
+                    self._life.clocks.single_out(chunked, adder.term)
             admitted = self._admit_waiting(adder, pending, rows, now, first) if rows > 0 else []
             built = adder.admitted
             for item in built:
@@ -182,19 +182,19 @@ class Admission:
     # How many
 
     def _rows_to_fill(self, now: float, *, retracted: bool, urgent: bool) -> int:
-        """How many requests may be admitted in this pass; notes the reason where it is none."""
+        """How many requests may be admitted in this pass; notes the term where it is none."""
         if not self._life.queue:
-            self._blocked_by(Reason.NEXT_PASS)
+            self._blocked_by(BlockingTerm.NEXT_PASS)
             return 0
         if retracted:
-            self._blocked_by(Reason.RETRACTED)
+            self._blocked_by(BlockingTerm.RETRACTED)
             return 0
         rows = self._free_rows()
         if rows <= 0:
-            self._blocked_by(Reason.ROWS)
+            self._blocked_by(BlockingTerm.ROWS)
             return 0
         if not urgent and not self._delayer_allows(now, rows):
-            self._blocked_by(Reason.DELAYER)
+            self._blocked_by(BlockingTerm.DELAYER)
             return 0
         return rows
 
@@ -275,7 +275,7 @@ class Admission:
         now: float,
         first: Request | None,
     ) -> list[Request]:
-        self._blocked_by(Reason.NEXT_PASS)
+        self._blocked_by(BlockingTerm.NEXT_PASS)
         admitted: list[Request] = []
         ahead = {item.request for item in adder.admitted}
         rows -= sum(item.match is not None for item in adder.admitted)
@@ -283,7 +283,7 @@ class Admission:
             if request in ahead:
                 continue
             if len(admitted) >= rows:
-                self._blocked_by(Reason.ROWS)
+                self._blocked_by(BlockingTerm.ROWS)
                 break
             _prepare_prefill(request)
             match = self._memory.match(request)
@@ -291,7 +291,7 @@ class Admission:
                 self._leave_for_twin(request, pending)
                 if pending.left < MAX_LEFT:
                     continue
-                self._blocked_by(Reason.POLICY)
+                self._blocked_by(BlockingTerm.POLICY)
                 break
             if request is not first and self._waits_for_load(request, match, adder, rows):
                 continue
@@ -300,7 +300,7 @@ class Admission:
             if _is_last(adder, request):
                 admitted.append(request)
             if verdict is not Verdict.CONTINUE:
-                self._blocked_by(adder.reason)
+                self._blocked_by(adder.term)
                 break
         return admitted
 
@@ -330,7 +330,7 @@ class Admission:
                 if not adder.set_aside(request, match, found.tokens - match.tokens):
                     return False
                 tier.book(request, match, found)
-        self._life.clocks.single_out(request, Reason.KV_LOAD)
+        self._life.clocks.single_out(request, BlockingTerm.KV_LOAD)
         return True
 
     def _candidates(self, now: float) -> Iterable[Request]:
@@ -339,7 +339,7 @@ class Admission:
     def _leave_for_twin(self, request: Request, pending: PendingPrefixes) -> None:
         pending.left += 1
         self._life.counters.shared_prefix_skips += 1
-        self._life.clocks.single_out(request, Reason.SHARED_PREFIX)
+        self._life.clocks.single_out(request, BlockingTerm.SHARED_PREFIX)
 
     def _size(self, running: Sequence[Request], chunked: Request | None) -> ChunkSize:
         mixed = self._mixed(running)
@@ -361,10 +361,10 @@ class Admission:
         """The running rows that a step with prefill rows carries."""
         return [] if self._config.disable_mixed_chunk else running
 
-    def _blocked_by(self, reason: Reason) -> None:
+    def _blocked_by(self, term: BlockingTerm) -> None:
         """What the first request that is left waits for, and all behind it."""
-        self.reason = Reason.NONE if reason is Reason.NEXT_PASS else reason
-        self._life.clocks.current = reason
+        self.term = BlockingTerm.NONE if term is BlockingTerm.NEXT_PASS else term
+        self._life.clocks.current = term
 
 
 def _is_last(adder: PrefillAdder, request: Request) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import InvariantError
 from runtime.request import FinishReason, RequestOutput, RequestState
-from runtime.scheduling.accounting import Deadlines, Limit, Reason, WaitClocks
+from runtime.scheduling.accounting import BlockingTerm, Deadlines, Limit, WaitClocks
 from runtime.scheduling.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Lifecycle:
         for request in ready:
             del self.compiling[request.request_id]
             waited = now - request.scheduling.waiting_since_s
-            self.clocks.add(request, Reason.GRAMMAR, waited)
+            self.clocks.add(request, BlockingTerm.GRAMMAR, waited)
             self._enqueue(request, now)
         return [request.request_id for request in ready]
 

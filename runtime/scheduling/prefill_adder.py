@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.scheduling.accounting import Reason
+from runtime.scheduling.accounting import BlockingTerm
 from runtime.scheduling.page_allocator import whole_pages
 from runtime.scheduling.schedule_batch import Admitted
 
@@ -112,7 +112,7 @@ class PrefillAdder:
         self.admitted: list[Admitted] = []
         self.new_requests = 0
         self.chunked: Request | None = None  # the request whose prompt is still not complete
-        self.reason = Reason.NONE  # the term that gave the last verdict other than CONTINUE
+        self.term = BlockingTerm.NONE  # the term that gave the last verdict other than CONTINUE
         self._lifetimes: list[tuple[float, int]] | None = None
 
     @property
@@ -131,14 +131,14 @@ class PrefillAdder:
     def add_chunked(self, request: Request) -> bool:
         """Goes on with the pending chunk, which may end inside a page unless cuts are aligned.
 
-        Returns: False where it waits with the KV it has: too little is free (the reason is then
+        Returns: False where it waits with the KV it has: too little is free (the term is then
             kv_step), or shorter prompts have taken this step.
         """
         self.chunked = request
         tokens = self._piece(request, min(self.left_chunk, self.left_total, self.left_step))
         if tokens <= 0:
             lacks_kv = self._piece(request, self.left_chunk) > 0
-            self.reason = Reason.KV_STEP if lacks_kv else self._cut_short
+            self.term = BlockingTerm.KV_STEP if lacks_kv else self._cut_short
             return False
         last = tokens == request.scheduling.target - request.length
         if last:
@@ -200,20 +200,20 @@ class PrefillAdder:
         """
         cap = self._config.max_prefill_requests
         if cap and self.new_requests >= cap:
-            return self._refuse(Verdict.OTHER, Reason.POLICY)
+            return self._refuse(Verdict.OTHER, BlockingTerm.POLICY)
         extend = request.scheduling.target - match.tokens
         if self._knows_length(request):
             refusal = self._check_known_length(request, extend)
             return refusal or self._admit_cut(request, match, extend)
         need = self.need(request, match)
         if need >= self.left_total:
-            return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+            return self._refuse(Verdict.NO_TOKEN, BlockingTerm.KV_TOTAL)
         if not self._chunking and self.new_requests and self._ceil(extend) >= self.left_input:
-            return self._refuse(Verdict.OTHER, Reason.INPUT_BUDGET)
+            return self._refuse(Verdict.OTHER, BlockingTerm.INPUT_BUDGET)
         # The matched prefix itself may be what makes up most of the evictable tokens.
         self._memory.lock(match.node)
         verdict = (
-            self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+            self._refuse(Verdict.NO_TOKEN, BlockingTerm.KV_TOTAL)
             if need >= self.left_total
             else self._admit_cut(request, match, extend)
         )
@@ -246,7 +246,7 @@ class PrefillAdder:
         if tokens <= 0 or (not whole and self.chunked is not None):
             return self._refuse(Verdict.OTHER, self._cut_short)
         if self._ceil(tokens) > self.left_step:
-            return self._refuse(Verdict.NO_TOKEN, Reason.KV_STEP)
+            return self._refuse(Verdict.NO_TOKEN, BlockingTerm.KV_STEP)
         self._admit(request, match, tokens, whole=whole)
         return self._verdict()
 
@@ -270,7 +270,7 @@ class PrefillAdder:
         others until each has ended; None if it does."""
         extend = self._ceil(extend)
         if extend + self._page > min(self.left_step, self.left_total):
-            return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+            return self._refuse(Verdict.NO_TOKEN, BlockingTerm.KV_TOTAL)
         if self._lifetimes is None:
             earlier = [*self._load.running, *(item.request for item in self.admitted)]
             self._lifetimes = [self._lifetime(other) for other in earlier]
@@ -279,7 +279,7 @@ class PrefillAdder:
         for index, (left, held) in enumerate(lives):
             live = len(lives) - index
             if free - left * live <= live:
-                return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+                return self._refuse(Verdict.NO_TOKEN, BlockingTerm.KV_TOTAL)
             free += held
         self._lifetimes.append(self._lifetime(request))
         return None
@@ -302,24 +302,24 @@ class PrefillAdder:
         self.left_chunk -= extend
 
     @property
-    def _cut_short(self) -> Reason:
+    def _cut_short(self) -> BlockingTerm:
         """Which of the two bounds a piece of a prompt ends at."""
         by_input = self.left_input <= self.left_chunk
-        return Reason.INPUT_BUDGET if by_input else Reason.CHUNK_BUDGET
+        return BlockingTerm.INPUT_BUDGET if by_input else BlockingTerm.CHUNK_BUDGET
 
     def _verdict(self) -> Verdict:
         if self.left_total <= 0:
-            return self._refuse(Verdict.NO_TOKEN, Reason.KV_TOTAL)
+            return self._refuse(Verdict.NO_TOKEN, BlockingTerm.KV_TOTAL)
         if self.left_step <= 0:
-            return self._refuse(Verdict.NO_TOKEN, Reason.KV_STEP)
+            return self._refuse(Verdict.NO_TOKEN, BlockingTerm.KV_STEP)
         if self.left_input <= 0:
-            return self._refuse(Verdict.OTHER, Reason.INPUT_BUDGET)
+            return self._refuse(Verdict.OTHER, BlockingTerm.INPUT_BUDGET)
         if self.left_chunk <= 0:
-            return self._refuse(Verdict.OTHER, Reason.CHUNK_BUDGET)
+            return self._refuse(Verdict.OTHER, BlockingTerm.CHUNK_BUDGET)
         return Verdict.CONTINUE
 
-    def _refuse(self, verdict: Verdict, reason: Reason) -> Verdict:
-        self.reason = reason
+    def _refuse(self, verdict: Verdict, term: BlockingTerm) -> Verdict:
+        self.term = term
         return verdict
 
     def _ceil(self, tokens: int) -> int:

@@ -20,7 +20,7 @@ from runtime.config import FIXED_OPTIONS
 from runtime.errors import ConfigError, InvariantError
 from runtime.request import Finish, FinishReason
 from runtime.scheduling import intake, nan_recovery
-from runtime.scheduling.accounting import Counters, Reason
+from runtime.scheduling.accounting import BlockingTerm, Counters
 from runtime.scheduling.admission import Admission
 from runtime.scheduling.glance import take_glance
 from runtime.scheduling.invariants import IdleRecount, check_books
@@ -224,11 +224,11 @@ class Scheduler:
         if life.inflight:
             plan.reason = "wait_commit"
         elif life.queue or life.chunked is not None:
-            reason = self._admission.reason
+            term = self._admission.term
             # Nobody was refused, so all who wait do so for their loads.
-            plan.reason = (Reason.KV_LOAD if reason is Reason.NONE else reason).value
+            plan.reason = (BlockingTerm.KV_LOAD if term is BlockingTerm.NONE else term).value
         elif life.compiling:
-            plan.reason = Reason.GRAMMAR.value
+            plan.reason = BlockingTerm.GRAMMAR.value
         else:
             plan.reason = "idle"
             self._ratio.reset()

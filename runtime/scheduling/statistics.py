@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from runtime.request import RequestState
-from runtime.scheduling.accounting import Reason
+from runtime.scheduling.accounting import BlockingTerm
 
 if TYPE_CHECKING:
     from runtime.request import Request
@@ -23,7 +23,7 @@ class SchedulerStatistics:
     Args:
         running: requests that decode; prefilling: 1 while a prompt is being cut into chunks.
         waiting: in the queue; waiting_grammar: outside it until their grammar is compiled.
-        full: the last pass had to refuse somebody; reason: why.
+        full: the last pass had to refuse somebody; reason: the blocking term.
         tier_tokens: what the tier below the pool holds.
         new_token_ratio: share of remaining output reserved.
         chunk_tokens: prefill tokens the last pass allowed a step; 0: not cut.
@@ -136,13 +136,13 @@ def take_statistics(
         free_rows=len(life.memory.free_rows),
         tier_tokens=0 if tier is None else tier.tokens,
         full=admission.full,
-        reason=admission.reason.value,
+        reason=admission.term.value,
         new_token_ratio=ratio,
         chunk_tokens=admission.size.tokens or 0,
         slo_feasible=admission.sizer.feasible,
         predicted_step_s=admission.size.predicted_s,
         invariant_error=invariant_error,
-        wait_seconds=life.clocks.totals_by_reason(),
+        wait_seconds=life.clocks.totals_by_term(),
         counters=replace(life.counters, finished=dict(life.counters.finished)),
     )
 
@@ -150,9 +150,9 @@ def take_statistics(
 def debug_record(request: Request, life: Lifecycle) -> RequestDebug:
     """What /debug/requests shows of a live request."""
     record = request.scheduling
-    blocked = record.own_reason
+    blocked = record.own_term
     if request.request_id in life.compiling:
-        blocked = Reason.GRAMMAR.value
+        blocked = BlockingTerm.GRAMMAR.value
     elif request.state is RequestState.WAITING and not blocked:
         blocked = life.clocks.current.value
     return RequestDebug(

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from runtime.scheduling.accounting import Reason
+from runtime.scheduling.accounting import BlockingTerm
 from runtime.simulation.report import percentile, summarize
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Where the distribution of gaps is told: evenly, and closer where its tail is.
 GAP_SHARES = (*(i / 100 for i in range(1, 100)), 0.995, 0.999, 0.9995, 0.9999, 1.0)
-REASONS = tuple(reason.value for reason in Reason)
+TERMS = tuple(term.value for term in BlockingTerm)
 
 
 def run_report(
@@ -34,7 +34,7 @@ def run_report(
         "options": options,
         "summary": _plain(asdict(summarize(result))),
         "capacity_tokens": result.statistics.capacity_tokens,
-        "reasons": REASONS,
+        "reasons": TERMS,
         "steps": _steps(result, seen),
         "gaps": _gaps(result.gaps_s),
         "requests": [_request(stats, seen) for stats in result.requests],
@@ -59,7 +59,7 @@ def _steps(result: SimulationResult, seen: Observation) -> dict[str, list[Any]]:
         "free_tokens": list(seen.free_tokens),
         "cached_tokens": list(seen.cached_tokens),
         "private_tokens": list(seen.private_tokens),
-        "blocked": [REASONS.index(reason) for reason in seen.blocked],
+        "blocked": [TERMS.index(term) for term in seen.blocked],
     }
 
 

@@ -1,4 +1,4 @@
-// What a request waits for: the terms of the scheduler's `Reason` (runtime/scheduling/accounting.py)
+// What a request waits for: the scheduler's `BlockingTerm` (runtime/scheduling/accounting.py)
 // in words that follow "waits for".
 
 const REASONS = {

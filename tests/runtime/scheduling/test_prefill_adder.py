@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import ConfigError
 from runtime.request import Request, RequestRecord
-from runtime.scheduling.accounting import Reason
+from runtime.scheduling.accounting import BlockingTerm
 from runtime.scheduling.prefill_adder import PrefillAdder, StepLoad, Verdict
 from runtime.scheduling.radix_cache import NO_MATCH, PrefixMatch
 from runtime.scheduling.radix_tree import Node
@@ -70,7 +70,7 @@ def test_forecast_refuses_what_would_not_fit_and_admits_what_does() -> None:
     assert step.taken_total == 112
     assert step.left_total == 888
     assert step.add(waiting(300, 600), NO_MATCH) is Verdict.NO_TOKEN
-    assert step.reason is Reason.KV_TOTAL
+    assert step.term is BlockingTerm.KV_TOTAL
     assert not step.admitted
     assert step.add(waiting(200, 600), NO_MATCH) is Verdict.CONTINUE
     assert (step.left_total, step.left_step) == (87, 799)
@@ -92,7 +92,7 @@ def test_a_need_equal_to_what_remains_is_refused() -> None:
 def test_a_prompt_as_long_as_the_chunk_is_admitted_whole_and_closes_the_step() -> None:
     step = adder(chunk=4096, page_size=16)
     assert step.add(waiting(4096, 4), NO_MATCH) is Verdict.OTHER
-    assert step.reason is Reason.CHUNK_BUDGET
+    assert step.term is BlockingTerm.CHUNK_BUDGET
     assert step.admitted[0].last
     assert step.chunked is None
 
@@ -172,7 +172,7 @@ def test_pages_of_this_step_are_kept_for_the_decode_rows() -> None:
         capacity_tokens=6400,
     )
     assert step.add(waiting(700, 1), NO_MATCH) is Verdict.NO_TOKEN
-    assert step.reason is Reason.KV_STEP
+    assert step.term is BlockingTerm.KV_STEP
     assert not step.admitted
 
 
@@ -183,7 +183,7 @@ def test_without_chunking_the_first_prompt_always_gets_in() -> None:
     step = adder(chunk=None, max_prefill_tokens=600)
     assert step.add(waiting(500, 4), NO_MATCH) is Verdict.CONTINUE
     assert step.add(waiting(100, 4), NO_MATCH) is Verdict.OTHER
-    assert step.reason is Reason.INPUT_BUDGET
+    assert step.term is BlockingTerm.INPUT_BUDGET
     assert len(step.admitted) == 1
 
 
@@ -191,7 +191,7 @@ def test_request_cap_of_a_step() -> None:
     step = adder(max_prefill_requests=1)
     assert step.add(waiting(10, 4), NO_MATCH) is Verdict.CONTINUE
     assert step.add(waiting(10, 4), NO_MATCH) is Verdict.OTHER
-    assert step.reason is Reason.POLICY
+    assert step.term is BlockingTerm.POLICY
 
 
 def test_aligned_cuts_end_at_multiples_wherever_the_prompt_begins() -> None:
@@ -210,7 +210,7 @@ def test_a_size_below_the_alignment_is_raised_to_it_for_the_first_prompt_of_a_st
     step = adder(chunk=100, page_size=1, truncation_align_size=128, chunked_prefill_size=128)
     step.add(waiting(10, 4), NO_MATCH)
     assert step.add(waiting(1000, 4), NO_MATCH) is Verdict.OTHER
-    assert step.reason is Reason.CHUNK_BUDGET
+    assert step.term is BlockingTerm.CHUNK_BUDGET
     assert len(step.admitted) == 1
 
 
@@ -236,7 +236,7 @@ def test_an_aligned_chunk_that_no_memory_reaches_waits() -> None:
     step = adder(63, page_size=1, truncation_align_size=64)
     step.add_chunked(made)
     assert not step.admitted
-    assert step.reason is Reason.KV_STEP
+    assert step.term is BlockingTerm.KV_STEP
     step = adder(64, page_size=1, truncation_align_size=64)
     step.add_chunked(made)
     assert step.admitted[0].tokens == 64
@@ -264,7 +264,7 @@ def test_a_pending_chunk_takes_what_is_really_free_and_waits_with_nothing() -> N
     step.add_chunked(made)
     assert not step.admitted
     assert step.chunked is made
-    assert step.reason is Reason.KV_STEP
+    assert step.term is BlockingTerm.KV_STEP
 
 
 class TestMostPrefillTokens:
@@ -291,7 +291,7 @@ class TestMostPrefillTokens:
         for _ in range(3):
             step.add(waiting(100, 4), NO_MATCH)
         assert [item.tokens for item in step.admitted] == [100, 100, 56]
-        assert step.reason is Reason.INPUT_BUDGET
+        assert step.term is BlockingTerm.INPUT_BUDGET
 
     def test_a_size_chosen_for_a_latency_target_is_cut_by_it(self) -> None:
         made = config(max_prefill_tokens=256, page_size=16)

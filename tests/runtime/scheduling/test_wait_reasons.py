@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.scheduling.accounting import WAIT_REASONS
+from runtime.scheduling.accounting import BLOCKING_TERMS
 from runtime.scheduling.prefill_delayer import PrefillDelayer
 from tests.runtime.scheduling.scheduler_harness import Driver, config, request
 
@@ -129,7 +129,7 @@ def test_the_terms_add_up_to_the_whole_wait() -> None:
 
 
 def test_every_term_has_a_name_and_a_clock() -> None:
-    names = [reason.value for reason in WAIT_REASONS]
+    names = [term.value for term in BLOCKING_TERMS]
     contract = [
         "rows",
         "kv_total",

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from runtime.scheduling.accounting import WAIT_REASONS
+from runtime.scheduling.accounting import BLOCKING_TERMS
 from server.api.page import FILES
 from tests.fakes import fake_server
 
@@ -77,4 +77,4 @@ def test_pages_hold_no_script_and_no_style_of_their_own(name):
 def test_the_pages_have_words_for_everything_that_a_request_waits_for():
     words = (FILES / "reasons.js").read_text()
     named = re.findall(r"^  (\w+): \"", words, re.MULTILINE)
-    assert named == [reason.value for reason in WAIT_REASONS]
+    assert named == [term.value for term in BLOCKING_TERMS]
