@@ -30,7 +30,6 @@ PACKED_TYPES: dict[str, Any] = {
     "embedding": PackedEmbedding,
 }
 _NAMES = {kind: name for name, kind in PACKED_TYPES.items()}
-ALIGNMENT = 64  # of each tensor in a file: a cache line, as kernels want panels
 
 
 class NoParts(Exception):

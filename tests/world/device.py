@@ -101,7 +101,6 @@ class WorldRunner:
         self._slots = array("i", [0]) * (pages * page_size)
         self._table: dict[int, dict[int, int]] = {}
         self._newest: dict[int, int] = {}
-        self._free_s = 0.0  # when the device is done with what may sample
         self._launched: list[tuple[ScheduleBatch, LaunchedStep, bool]] = []  # bool: is behind
         self._running = False
         # What is behind a step that failed, or could not be launched, is not run.
