@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from runtime.checkpoints.mapped_pages import release_pages
 from runtime.errors import ModelError, shown
 
 if TYPE_CHECKING:
@@ -176,11 +177,5 @@ class GgufFile:
         dtype = _STORED.get(kind, np.dtype(np.uint8))
         data = np.frombuffer(self._map, dtype, size // dtype.itemsize, begin)
         data = data.reshape(shape if kind in _STORED else stored)
-        return GgufTensor(name, shape, kind, data, partial(self._release, begin, begin + size))
-
-    def _release(self, begin: int, end: int) -> None:
-        """Drops the whole pages between two offsets; see `SafetensorsFile`."""
-        page = mmap.PAGESIZE
-        begin, end = -(-begin // page) * page, end // page * page
-        if begin < end and hasattr(self._map, "madvise"):
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        release = partial(release_pages, self._map, begin, begin + size)
+        return GgufTensor(name, shape, kind, data, release)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoints.checkpoint import RawTensor, TensorInfo
 from runtime.checkpoints.json_file import parse_json_object
+from runtime.checkpoints.mapped_pages import release_pages
 from runtime.errors import ModelError, shown
 
 if TYPE_CHECKING:
@@ -91,15 +92,8 @@ class SafetensorsFile:
         begin, end = (self._data_start + offset for offset in self._offsets[name])
         info = self.tensors[name]
         view = memoryview(self._map)[begin:end]
-        return RawTensor(info.shape, info.dtype, view, partial(self._release, begin, end))
-
-    def _release(self, begin: int, end: int) -> None:
-        """Drops the whole pages between two offsets: else a model that is loaded would be in memory
-        twice, as it was packed and as the file has it."""
-        page = mmap.PAGESIZE
-        begin, end = -(-begin // page) * page, end // page * page
-        if begin < end and hasattr(self._map, "madvise"):
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        release = partial(release_pages, self._map, begin, end)
+        return RawTensor(info.shape, info.dtype, view, release)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
