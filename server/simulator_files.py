@@ -45,7 +45,15 @@ PYODIDE_FILES = {
     "pyodide-lock.json": "application/json",
 }
 # Of `runtime`: what runs without anything but the standard library, and the records it shares.
-_SOURCES = ("config.py", "errors.py", "options.py", "private_files.py", "request.py", "runner.py")
+_SOURCES = (
+    "config.py",
+    "errors.py",
+    "options.py",
+    "percentiles.py",
+    "private_files.py",
+    "request.py",
+    "runner.py",
+)
 _SOURCE_FOLDERS = ("scheduling", "simulation")
 _TIMEOUT_S = 60.0
 

@@ -10,11 +10,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from runtime.percentiles import percentile
 from runtime.simulation.machines import machine
 from runtime.simulation.report import (
     Summary,
     markdown_table,
-    percentile,
     share_within,
     summarize,
 )
@@ -194,7 +194,7 @@ def _turns(result: SimulationResult, summary: Summary, _: Variant) -> tuple[str,
     later = sorted(r.ttft_s for r in result.requests if not r.request_id.endswith(".0"))
     computed = sum(result.steps.prefill_tokens)
     return (
-        _ms(later[len(later) // 2]),
+        _ms(percentile(later, 0.5)),
         _ms(percentile(later, 0.99)),
         f"{summary.cached_share:.0%}",
         f"{computed:,}",

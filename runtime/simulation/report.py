@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from runtime.percentiles import percentile
 from runtime.simulation.simulator import completed
 
 if TYPE_CHECKING:
@@ -14,19 +15,9 @@ if TYPE_CHECKING:
     from runtime.simulation.simulator import SimulationResult
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least that share of the values does not exceed (nearest rank).
-
-    Args: ordered: ascending. share: 0 < share <= 1.
-    Returns: nan for no values."""
-    if not ordered:
-        return math.nan
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
-
-
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of some times, in seconds."""
+    """Of some times, in seconds; nan for none."""
 
     mean: float
     p50: float
@@ -36,10 +27,10 @@ class Spread:
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
         ordered = sorted(values)
-        mean = sum(ordered) / len(ordered) if ordered else math.nan
-        return cls(
-            mean, percentile(ordered, 0.5), percentile(ordered, 0.99), percentile(ordered, 1)
-        )
+        if not ordered:
+            return cls(math.nan, math.nan, math.nan, math.nan)
+        mean = sum(ordered) / len(ordered)
+        return cls(mean, percentile(ordered, 0.5), percentile(ordered, 0.99), ordered[-1])
 
 
 @dataclass(frozen=True, slots=True)

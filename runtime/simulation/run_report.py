@@ -6,8 +6,9 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from runtime.percentiles import percentile
 from runtime.scheduling.accounting import BlockingTerm
-from runtime.simulation.report import percentile, summarize
+from runtime.simulation.report import summarize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +28,7 @@ def run_report(
 
     Args: options: those that the run differs by, told as they are.
     Returns: `summary` as `report.Summary`; `steps` as parallel columns, `blocked` as indices into
-        `reasons`; `gaps`, the times that `shares` of all gaps do not exceed; `requests` in order
+        `reasons`; `gaps`, the percentiles of all gaps at `shares`; `requests` in order
         of arrival; `refused` ones with the reason. What there is no figure for is None."""
     return {
         "name": name,

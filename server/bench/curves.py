@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.bench.figures import percentile
+from runtime.percentiles import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,10 +23,7 @@ def distribution(seconds: Sequence[float]) -> Points:
         return []
     ordered = sorted(seconds)
     steps = min(MOST_POINTS, max(1, len(ordered) - 1))
-    return [
-        ((percentile(ordered, 100 * i / steps) or 0.0) * 1e3, 100 * i / steps)
-        for i in range(steps + 1)
-    ]
+    return [(percentile(ordered, i / steps) * 1e3, 100 * i / steps) for i in range(steps + 1)]
 
 
 def measures(run: Run) -> dict[str, list[float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from runtime.percentiles import percentile
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -14,25 +16,13 @@ if TYPE_CHECKING:
 PERCENTILES = (50, 90, 99)
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """By linear interpolation between the closest ranks (numpy's default); None of nothing."""
-    return _of_ordered(sorted(values), percent) if values else None
-
-
-def _of_ordered(ordered: Sequence[float], percent: float) -> float:
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def spread_ms(seconds: Sequence[float]) -> dict[str, float] | None:
     """Mean, p50, p90, p99 and max in milliseconds; None of nothing."""
     if not seconds:
         return None
     ordered = sorted(seconds)
     spread = {"mean": sum(ordered) / len(ordered), "max": ordered[-1]}
-    spread |= {f"p{p}": _of_ordered(ordered, p) for p in PERCENTILES}
+    spread |= {f"p{p}": percentile(ordered, p / 100) for p in PERCENTILES}
     return {name: round(value * 1e3, 3) for name, value in spread.items()}
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from runtime.config import SchedulerOptions
 from runtime.options import options_of
+from runtime.percentiles import percentile
 from runtime.simulation.machines import machine
 from runtime.simulation.replay import replay
-from runtime.simulation.report import percentile, summarize
+from runtime.simulation.report import summarize
 from runtime.simulation.scenario import simulate
 from runtime.simulation.trace import config_from, read_trace
 from runtime.simulation.what_if import Session, decisions, open_load

@@ -9,21 +9,13 @@ import pytest
 
 from runtime.errors import ConfigError
 from server.bench.answer import Answer
-from server.bench.figures import percentile, spread_ms, summarize
+from server.bench.figures import spread_ms, summarize
 from server.bench.own_load import OwnLoad
 from server.bench.slo import Slo
 from tests.server.bench.scripted import answered
 
 
-@pytest.mark.parametrize("percent", [0, 1, 50, 90, 99, 100])
-@pytest.mark.parametrize("count", [1, 2, 37])
-def test_percentile_is_numpys(percent, count):
-    values = list(np.random.default_rng(1).normal(size=count))
-    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
-
-
-def test_nothing_has_no_percentile():
-    assert percentile([], 50) is None
+def test_nothing_has_no_spread():
     assert spread_ms([]) is None
 
 
