@@ -167,6 +167,6 @@ class CodedWeight:
         return self.parts[0].order
 
     def first_rows(self, count: int) -> CodedWeight:
-        """Of a weight of one part."""
+        """The first `count` rows of a weight of one part."""
         (part,) = self.parts
         return CodedWeight((replace(part, n=count),))

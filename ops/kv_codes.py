@@ -33,7 +33,7 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def scale_shapes(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Of the scales that stand beside pools of these shapes behind [S], in the same order."""
+    """The shapes of the scales beside pools of these shapes behind [S], in the same order."""
     return tuple(shape[:-1] for shape in shapes)
 
 

@@ -354,7 +354,7 @@ def gated_delta(
 def _recurrent_rows(
     states: Tensor, batch: RecurrentBatch
 ) -> Iterable[tuple[Tensor, int, int, list[tuple[int, int]]]]:
-    """Of each row: a copy of its state, its first token and the one behind its last, its stops."""
+    """For each row: a copy of its state, its first token, the token behind its last, its stops."""
     before = states[batch.sources.clamp(min=0)]
     before[batch.sources < 0] = 0.0
     starts, stops = batch.starts.tolist(), batch.stops.tolist()

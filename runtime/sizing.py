@@ -1,4 +1,4 @@
-"""From the options to what the scheduler decides by, once model and device are known."""
+"""Derives what the scheduler decides by from the options, once model and device are known."""
 
 from __future__ import annotations
 

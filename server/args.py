@@ -1,4 +1,4 @@
-"""From argv, the environment and a config file to a frozen `ServerConfig`.
+"""Reads argv, the environment and a config file into a frozen `ServerConfig`.
 
 An option is a field of `ServerConfig`, `RunnerConfig` or `SchedulerOptions` that was made with
 `runtime.options.option`; the parser, the variables, the file's keys and the help are derived from

@@ -88,7 +88,10 @@ def _allow_connections(most: int) -> None:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Of the certificate that the options name. Raises: ConfigError: it cannot be used."""
+    """The TLS context of the certificate that the options name; None without one.
+
+    Raises: ConfigError: it cannot be used.
+    """
     if config.ssl_certfile is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -1,4 +1,4 @@
-"""From a service that is ready to one that has ended: sockets, signals, the drain."""
+"""Runs a service that is ready until it has ended: sockets, signals, the drain."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class StopSignals:
             raise SystemExit(0)
 
     def hold(self) -> None:
-        """From here on they are only noted, for `serve` to act on.
+        """From here on signals are only noted, for `serve` to act on.
 
         Raises: SystemExit: there was one.
         """

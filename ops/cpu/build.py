@@ -216,7 +216,7 @@ def machine_flags(path: str) -> tuple[str, ...]:
 
 
 def _digest(flags: Sequence[str]) -> str:
-    """Of what is compiled."""
+    """The digest of what is compiled: flags and sources."""
     digest = hashlib.sha256(" ".join(flags).encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):

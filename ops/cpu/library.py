@@ -131,7 +131,7 @@ class Library:
         return int(self._functions.loom_packed_bytes(kind, n, k))
 
     def checksum(self, data: Tensor) -> int:
-        """Of the bytes of a contiguous tensor."""
+        """The checksum of the bytes of a contiguous tensor."""
         arguments = self._context, data.data_ptr(), data.nbytes
         return int(self._functions.loom_checksum(*arguments))
 

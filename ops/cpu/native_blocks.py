@@ -39,7 +39,7 @@ class Kept:
         return packed.struct()
 
     def norm(self, name: str, norm: Norm | None, size: int) -> structs.Norm:
-        """With a float32 copy of its weight."""
+        """The struct of a norm, with a float32 copy of its weight."""
         if norm is None:
             return structs.Norm()
         check(name, norm.weight, (size,), *FLOATS)

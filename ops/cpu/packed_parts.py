@@ -73,7 +73,7 @@ class PackedParts:
         return value
 
     def checksum(self, tensor: Tensor) -> int:
-        """Of a contiguous tensor's bytes."""
+        """The checksum of the bytes of a contiguous tensor."""
         return self._ops.library.checksum(tensor)
 
     def memory(self, count: int) -> Tensor:

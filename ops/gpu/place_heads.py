@@ -1,4 +1,4 @@
-"""From the qkv layer's output to attention's input in one launch: norms, rotary positions, storing.
+"""Turns the qkv layer's output into attention's input in one launch: norms, rotary, storing.
 
 Each of the four on its own costs every layer a launch and a way through memory, for a few kilobytes
 of a decode step. Here a program takes one KV head of one token with the query heads of its group:

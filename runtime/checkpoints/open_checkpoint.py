@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The model at `path`: a Hugging Face folder, or a `.gguf` file of the Llama family.
+    """The model at `path`: a Hugging Face folder or a `.gguf` file.
 
     Raises: ModelError: not a model, or damaged.
     """

@@ -1,4 +1,4 @@
-"""From options to a runner: opens the checkpoint and the device, loads, sizes the KV pool."""
+"""Makes a runner of options: opens the checkpoint and the device, loads, sizes the KV pool."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class ModelInfo:
         context_length: tokens of a sequence, prompt and output together.
         eos_token_ids: ids that end a generation.
         model_type, architectures: as its config.json names them.
-        digest: of its config.json: of all that the time of a step follows from but weights' form,
-            kernels and machine.
+        digest: a hash of its config.json. The time of a step depends on this, on the form of the
+            weights, the kernels and the machine.
     """
 
     context_length: int

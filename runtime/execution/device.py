@@ -130,13 +130,13 @@ class Device:
 
     @property
     def form(self) -> str:
-        """Of the linear layers' weights, but for those that are kept as integers: a key of
-        `ops.cpu.forms.FORMS` on a CPU."""
+        """The form of the linear layers' weights, apart from those that are kept as integers: on a
+        CPU a key of `ops.cpu.forms.FORMS`."""
         return self.quantization or str(self.weight_dtype or self.dtype).removeprefix("torch.")
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of the KV pool."""
+        """The type of the KV pool."""
         return self.kv_codes or self.dtype
 
     def fence(self) -> Fence:
@@ -210,8 +210,8 @@ class Device:
 
 
 def zeros(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros. Where the host is the device, their memory is taken page by page, when it is first
-    touched: torch would write all of it."""
+    """A tensor of zeros. Where the host is the device, each page of its memory is taken when it is
+    first touched: torch would write all of it."""
     count = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not count:
         return torch.zeros(shape, device=device, dtype=dtype)
@@ -333,7 +333,7 @@ def _open_cuda(config: RunnerConfig, stored: StoredWeights) -> Device:
 
 
 def _quantization(config: RunnerConfig) -> str | None:
-    """That the options ask for."""
+    """The quantization that the options ask for; None: none."""
     return None if config.quantization == "none" else config.quantization
 
 

@@ -49,7 +49,7 @@ class PackedShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the parts of a packed step, in the order of the fields of `PackedStep`."""
+        """The sizes of the parts of a packed step, in the order of the fields of `PackedStep`."""
         tokens, rows, prompts = self.tokens, self.decode_rows, self.prompts
         return tokens, tokens, tokens, rows, rows, prompts, prompts + 1, prompts, self.logits
 

@@ -120,7 +120,7 @@ class PackedWeights:
 
 @functools.cache
 def code_digest() -> str:
-    """Of the sources that say what is read of a checkpoint and how it is packed."""
+    """A digest of the sources that decide what is read of a checkpoint and how it is packed."""
     digest = hashlib.sha256(importlib.metadata.version("gguf").encode())
     for name in _SOURCES:
         path = _ROOT / name

@@ -188,7 +188,7 @@ class _Reader:
         return self.kept[self.name_of(source)]
 
     def name_of(self, source: Source) -> str:
-        """Of what it loads, among all that the model keeps."""
+        """The name of what a source loads, among all that the model keeps."""
         return f"{self.prefix}{source!r}"
 
     def check_all_taken(self) -> None:

@@ -1,4 +1,4 @@
-"""From options to the tier below the KV pool: its store, what it holds from before, and how many
+"""Makes the tier below the KV pool of options: its store, what it holds from before, and how many
 tokens are worth a load."""
 
 from __future__ import annotations
@@ -118,15 +118,15 @@ def _open_file(config: RunnerConfig, mover: PageMover, fingerprint: bytes) -> Pa
 
 
 def _fingerprint(runner: ModelRunner, model: Path) -> bytes:
-    """Of all that the KV of given tokens depends on, to the last bit."""
+    """A digest of all that the KV of given tokens depends on, to the last bit."""
     sizes, details = runner.sizes, sorted(runner.info.details.items())
     settings = (sizes.page_size, sizes.context_length, details)
     return hashlib.sha256(weights_fingerprint(model) + repr(settings).encode()).digest()
 
 
 def _load_tokens(runner: ModelRunner, mover: PageMover, file: PageFile | None) -> int:
-    """From how many tokens on a load is sooner done than the step that would compute them, both
-    measured. A load also costs the step that is planned while it is on its way."""
+    """The number of tokens from which on a load is done sooner than the step that would compute
+    them, both measured. A load also costs the step that is planned while it is on its way."""
     size = runner.sizes.page_size
     most = min(32, runner.sizes.total_tokens // size - 1, runner.sizes.context_length // size)
     few = max(most // 8, 1)
@@ -143,7 +143,8 @@ def _load_tokens(runner: ModelRunner, mover: PageMover, file: PageFile | None) -
 
 
 def _load_seconds(mover: PageMover, pages: int, file: PageFile | None) -> float:
-    """Of a load of so many pages: the fastest of some. It leaves them as they were."""
+    """The seconds that a load of this many pages takes: the fastest of three tries. The pages stay
+    as they were."""
     numbers = range(1, pages + 1)
     kv = mover.read(numbers)
     found = math.inf
@@ -155,7 +156,7 @@ def _load_seconds(mover: PageMover, pages: int, file: PageFile | None) -> float:
 
 
 def _read_seconds(file: PageFile, kv: memoryview) -> float:
-    """Of a page from the file. It leaves the file as it was."""
+    """The seconds that a page takes from the file, which stays as it was."""
     page = FilePage(file.frames, b"measured", b"", "", array("i"), kv)
     try:
         file.write([page])

@@ -146,8 +146,10 @@ class KVMemory:
         return PrefixMatch(record.place.tokens, self.cache.end_at(record.place))
 
     def pending_match(self, request: Request, match: PrefixMatch) -> PrefixMatch:
-        """How much of a waiting request is cached, whether or not it can go on from there. Args:
-        match: what it can, as `match` has just found it."""
+        """How much of a waiting request is cached, whether or not it can go on from there.
+
+        Args: match: what it can go on from, as `match` has just found it.
+        """
         if self.states is None:
             return match
         place = request.scheduling.place
@@ -350,8 +352,8 @@ class KVMemory:
         self.cache.tree.seek(place, request.namespace, request.scheduling.key, last)
         end = node = self.cache.end_at(place)
         if self.states is not None:
-            # That somebody has had tokens from there says nothing of the states: he may have
-            # computed his own.
+            # That a request has had tokens from there says nothing of the states: it may have
+            # computed its own.
             self.states.give_up_all(request.scheduling.saved)
             self.states.give_up_path(end, first)
         kept = _paths(readers)

@@ -7,7 +7,7 @@ suspect until it has been computed once more in isolation: reading nothing that 
 computed, sharing nothing.
 
 - NaN again: it ends with the error. What it had read stays, so that a client who sends such
-  prompts on purpose pays for both tries and costs nobody the prefix that he shares with them.
+  prompts on purpose pays for both tries, and no other client loses a prefix that it shares.
 - A token: its prompt takes the place of what is cached of the same tokens, and who reads that
   starts anew. What a request reads that has given tokens since stays: those tokens show that it
   is finite.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def failed_prompts(batch: ScheduleBatch, output: StepOutput) -> list[Request]:
-    """Whose prompt a step completes, and gives no token for."""
+    """The requests whose prompt a step completes without giving a token."""
     rows = [batch.sampled[index] for index in output.failed]
     return [batch.requests[row] for row in rows if row < batch.num_prefill]
 

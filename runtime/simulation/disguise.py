@@ -111,7 +111,7 @@ class _Disguise:
         return [request_id, [rest.popleft() for _ in tokens], reason]
 
     def _ids(self, namespace: str, tokens: array[int]) -> array[int]:
-        """As many ids of 16 bits; those of a page follow from all pages up to it."""
+        """As many ids of 16 bits as tokens; those of a page follow from all pages up to it."""
         ids = array("i")
         state = self._hash(namespace.encode())
         for start in range(0, len(tokens), self._page_size):
@@ -125,7 +125,7 @@ class _Disguise:
 
 
 def _answers(path: Path, size: int) -> dict[str, deque[array[int]]]:
-    """Of each request id the answers of the requests that had it, in order."""
+    """For each request id, the answers of the requests that had it, in order."""
     every: dict[str, deque[array[int]]] = {}
     for event in _events(path, size):
         if "error" not in event:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of some times, in seconds; nan for none."""
+    """Mean, median, 99th percentile and largest of some times, in seconds; nan for none."""
 
     mean: float
     p50: float
@@ -85,7 +85,7 @@ def summarize(result: SimulationResult) -> Summary:
 
 
 def share_within(result: SimulationResult, target_s: float, kind: str = "mixed") -> float:
-    """Of the steps of a kind, those that took no longer than a target; nan without such steps."""
+    """The share of steps of a kind that took no longer than a target; nan without such steps."""
     times = [s for k, s in zip(result.steps.kinds, result.steps.seconds, strict=True) if k == kind]
     return sum(s <= target_s for s in times) / len(times) if times else math.nan
 

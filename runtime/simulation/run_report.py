@@ -96,7 +96,7 @@ def _micro(seconds: Iterable[float]) -> list[float]:
 
 
 def _plain(value: Any) -> Any:
-    """With None for what is not a number, which JSON cannot say."""
+    """The value with None in place of NaN and infinity, which JSON cannot hold."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, float):

@@ -279,7 +279,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._entries[delta.index].append(choice.entry(delta, None))
 
     def body(self) -> dict[str, Any]:
-        """Of each prompt, the n likeliest choices."""
+        """The answer's body: for each prompt, its n likeliest choices."""
         params = self.generation.params
         chosen: list[dict[str, Any]] = []
         for first in range(0, len(self._choices), params.best_of):

@@ -104,8 +104,8 @@ class CompletionLogprobs:
         }
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
-        """By text, the chosen token included. Two ids of one text both stay: the second is named
-        by its id."""
+        """The log-probabilities by text, the chosen token included. Two ids of one text both stay:
+        the second is named by its id."""
         found: dict[str, float] = {}
         for token_id, logprob in entry.top:
             name = token_name(token_id, self._tokenizer)

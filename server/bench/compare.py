@@ -40,8 +40,8 @@ async def in_turn(
 
 
 def ratios(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Of each figure that both servers have in some pair: the second's as a multiple of the
-    first's, as the median over the pairs with the smallest and the largest."""
+    """For each figure that both servers have in some pair, the second's as a multiple of the
+    first's: the median over the pairs with the smallest and the largest."""
     found = {}
     for path in FIGURES:
         multiples = []

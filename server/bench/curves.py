@@ -27,7 +27,7 @@ def distribution(seconds: Sequence[float]) -> Points:
 
 
 def measures(run: Run) -> dict[str, list[float]]:
-    """By name, every value of the complete answers, in seconds."""
+    """Every value of the complete answers by its name, in seconds."""
     good = [answer for answer in run.answers if answer.ok]
     return {
         "TTFT": [answer.ttft for answer in good],

@@ -73,7 +73,7 @@ def goodput(answers: Sequence[Answer], wall_s: float, slo: Slo) -> dict[str, Any
 
 
 def _examples(answers: Sequence[Answer]) -> dict[str, str]:
-    """Of each kind of error, the first one's text."""
+    """For each kind of error, the text of the first one."""
     examples: dict[str, str] = {}
     for answer in answers:
         if answer.error is not None:

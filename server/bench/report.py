@@ -61,7 +61,7 @@ class Measured:
     notes: list[str] = field(default_factory=list)
 
     def ratios(self) -> dict[str, dict[str, float]]:
-        """Of the second server to the first; empty where none were compared."""
+        """The ratios of the second server to the first; empty if none were compared."""
         return ratios([(a.summary(self.slo), b.summary(self.slo)) for a, b in self.pairs])
 
 

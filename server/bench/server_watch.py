@@ -41,8 +41,8 @@ class Sample:
 
 
 def read_sample(exposition: str, now: float) -> Sample | None:
-    """From Prometheus text; None where it has nothing of this. Several series of a name (of
-    engines behind one address) are added up, usages averaged."""
+    """The sample in Prometheus text; None if it has none of these figures. Several series of a name
+    (of engines behind one address) are added up, usages averaged."""
     wanted = {*RUNNING, *WAITING, *KV_USAGE}
     # Of the thousands of lines that a server may have, few are worth parsing.
     lines = [x for x in exposition.splitlines() if _short_name(x) in wanted]

@@ -27,7 +27,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """From "ttft=200,tpot=50", in milliseconds. Raises: ConfigError."""
+        """The bounds in a text like "ttft=200,tpot=50", in milliseconds. Raises: ConfigError."""
         limits = {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")

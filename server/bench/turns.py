@@ -29,5 +29,5 @@ class Conversation:
 
     @property
     def tokens(self) -> int:
-        """Of the last prompt and its answer together, as far as it is known."""
+        """The tokens of the last prompt and its answer together, as far as they are known."""
         return sum(turn.tokens + turn.max_tokens for turn in self.turns)

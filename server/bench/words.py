@@ -86,7 +86,7 @@ class Lengths:
         return rng.randint(self._parts[0], self._parts[-1])
 
     def _lognormal(self, rng: random.Random) -> float:
-        """With the mean m and deviation s of the values themselves: sigma^2 = ln(1 + s^2 / m^2),
+        """A draw with mean m and deviation s of the values themselves: sigma^2 = ln(1 + s^2 / m^2),
         mu = ln m - sigma^2 / 2."""
         mean, deviation = self._parts
         variance = math.log1p((deviation / mean) ** 2)

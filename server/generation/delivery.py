@@ -1,4 +1,4 @@
-"""From what a step gave to text in the streams of those who wait for it.
+"""Turns what a step gave into text in the streams of the requests that wait for it.
 
 Whatever goes wrong here for one request ends that one alone: its client gets an error, and the
 scheduler is told.

@@ -389,7 +389,7 @@ class _Snapshot:
         yield self._waits()
 
     def _shown(self, names: str) -> list[str]:
-        """Of a figure's names, those that are asked for."""
+        """Those of a figure's names that are asked for."""
         shown = ("loomserve", *self._metrics.compat)
         return [
             name

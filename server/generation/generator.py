@@ -302,7 +302,7 @@ class Generator:
 
     @property
     def unread_tokens(self) -> list[int]:
-        """Of each live generation, the tokens that its client has not made room for."""
+        """For each live generation, the tokens that its client has not made room for."""
         return [generation.unread_tokens for generation in self.live]
 
     def abort(self, name: str | None) -> int:

@@ -52,7 +52,7 @@ async def token_masks(
 
 
 def _constrained(batch: ScheduleBatch, live: Mapping[str, ChoiceOutput]) -> dict[int, ChoiceOutput]:
-    """By index into `batch.sampled`, the choices that need a mask."""
+    """The choices that need a mask, by their index into `batch.sampled`."""
     found: dict[int, ChoiceOutput] = {}
     for index, row in enumerate(batch.sampled):
         choice = live.get(batch.requests[row].request_id)

@@ -141,7 +141,7 @@ def check_constant(value: Any) -> None:
 
 
 def _is_kept(value: float) -> bool:
-    """Beyond the exact ones."""
+    """Whether a number beyond the exact integers is enforced as it is."""
     return _SMALLEST <= value <= _LARGEST and (value == _LARGEST or float(value) == value)
 
 

@@ -1,8 +1,8 @@
-"""Whose grammar is compiled next, where many wait for few threads.
+"""Decides whose grammar is compiled next, where many wait for few threads.
 
-Clients take turns, so that nobody's thousand schemas stand before another's one. Of one client's
-the shortest goes first: many clients may share an address, and a long grammar takes 0.8 s, while
-most take one or two milliseconds.
+Clients take turns, so that a thousand schemas of one client do not delay the single one of
+another. Of one client's schemas the shortest goes first: many clients may share an address, and a
+long grammar takes 0.8 s, while most take one or two milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Turns:
         self._characters: dict[str, int] = {}
 
     def characters(self, client: str) -> int:
-        """Of all that waits for a client."""
+        """The characters of all grammars that wait for a client."""
         return self._characters.get(client, 0)
 
     def add(self, client: str, key: str, characters: int) -> None:

@@ -61,7 +61,7 @@ class Connections:
 
     @property
     def unsent_bytes(self) -> list[int]:
-        """Of each connection, the bytes of answers that its client has not taken yet."""
+        """For each connection, the bytes of answers that its client has not taken yet."""
         return [connection.unsent_bytes for connection in self._open.values()]
 
     @property

@@ -90,7 +90,7 @@ class TraceEvents:
         return _event(Slice(record.kind, begin_s, end_s, told), SERVER, DEVICE)
 
     def _loop_until(self, now_s: float) -> Iterator[Event]:
-        """Of the event loop, what began by then: whatever comes later begins later."""
+        """The events of the event loop that began by `now_s`: whatever comes later begins later."""
         self._loop.sort(key=attrgetter("begin_s"))
         ready = [one for one in self._loop if one.begin_s <= now_s]
         self._loop = self._loop[len(ready) :]

@@ -1,6 +1,6 @@
-"""Who is traced, and where to: a file for as long as the server runs, an answer for some steps.
+"""What is traced, and where to: a file for as long as the server runs, or an answer for some steps.
 
-While anybody traces, the engine notes how long text takes; otherwise nothing is done for it.
+While a trace is written, the engine notes how long text takes; otherwise nothing is done for it.
 """
 
 from __future__ import annotations
