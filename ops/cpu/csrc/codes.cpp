@@ -133,7 +133,8 @@ void unpack_row(const LoomLinear& layer, int64_t row, float* out) {
       const char* integers = span + form.factor_bytes() + stretch * form.integer_bytes();
       if (form.has_scales()) scale *= float(int8_t(integers[lane]));
       if (form.has_minima()) minimum *= float(int8_t(integers[form.minima_at() + lane]));
-      int code = form.table ? form.table[codes[i]] : codes[i] - (form.in_bytes() ? 128 : form.offset);
+      int code = form.of_table() ? numbers_of(form.table)[codes[i]]
+                                 : codes[i] - (form.in_bytes() ? 128 : form.offset);
       int64_t at = g * kGroup + i;
       out[layer.order ? layer.order[at] : at] = scale * float(code) + minimum;
     }

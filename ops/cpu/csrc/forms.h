@@ -13,6 +13,7 @@
 // Behind all codes follow the scales, as `Scaling` says.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "api.h"
@@ -28,21 +29,37 @@ enum class Scaling {
                        // int8 scales, 16 int8 minima
 };
 
+// What the codes of the IQ4 kinds stand for (ggml's kvalues_iq4nl).
+inline constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                    1,    13,   25,  38,  53,  69,  89,  113};
+// Twice the numbers of MXFP4's codes, so that all are integers; half a block's power of two is its
+// factor.
+inline constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// What codes stand for, where not for themselves.
+enum class Table { kNone, kIq4, kTwiceE2m1 };
+
+constexpr const int8_t* numbers_of(Table table) {
+  return table == Table::kIq4 ? kIq4 : kTwiceE2m1;
+}
+
 struct CodeForm {
   int bits;
   int stretch;  // k that share a scale
   Scaling scaling;
   int offset = 0;
-  const int8_t* table = nullptr;  // what codes stand for, where not for themselves
+  Table table = Table::kNone;
 
+  constexpr bool of_table() const { return table != Table::kNone; }
   constexpr bool in_bytes() const { return bits == 8; }
-  constexpr bool is_signed() const { return in_bytes() || table; }
+  constexpr bool is_signed() const { return in_bytes() || of_table(); }
   // The largest magnitude of what products are made with, of codes that are no bytes.
   constexpr int largest() const {
-    int most = table ? 0 : (1 << bits) - 1;
-    for (int i = 0; table && i < 1 << bits; i++) {
-      int size = table[i] < 0 ? -table[i] : table[i];
-      most = most > size ? most : size;
+    if (!of_table()) return (1 << bits) - 1;
+    int most = 0;
+    for (int i = 0; i < 1 << bits; i++) {
+      int number = numbers_of(table)[i];
+      most = std::max(most, number < 0 ? -number : number);
     }
     return most;
   }
@@ -67,13 +84,6 @@ struct CodeForm {
   constexpr int lines() const { return bits; }  // per 32 k
 };
 
-// What the codes of the IQ4 kinds stand for (ggml's kvalues_iq4nl).
-inline constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                    1,    13,   25,  38,  53,  69,  89,  113};
-// Twice the numbers of MXFP4's codes, so that all are integers; half a block's power of two is its
-// factor.
-inline constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
 constexpr CodeForm form_of(int kind) {
   switch (kind) {
     case LOOM_KIND_INT8: return {8, 32, Scaling::kHalf};
@@ -84,9 +94,9 @@ constexpr CodeForm form_of(int kind) {
     case LOOM_KIND_Q4_K: return {4, 32, Scaling::kIntegersAndMinima};
     case LOOM_KIND_Q5_K: return {5, 32, Scaling::kIntegersAndMinima};
     case LOOM_KIND_Q6_K: return {6, 16, Scaling::kIntegers, 32};
-    case LOOM_KIND_IQ4_NL: return {4, 32, Scaling::kHalf, 0, kIq4};
-    case LOOM_KIND_IQ4_XS: return {4, 32, Scaling::kIntegers, 0, kIq4};
-    case LOOM_KIND_MXFP4: return {4, 32, Scaling::kHalf, 0, kTwiceE2m1};
+    case LOOM_KIND_IQ4_NL: return {4, 32, Scaling::kHalf, 0, Table::kIq4};
+    case LOOM_KIND_IQ4_XS: return {4, 32, Scaling::kIntegers, 0, Table::kIq4};
+    case LOOM_KIND_MXFP4: return {4, 32, Scaling::kHalf, 0, Table::kTwiceE2m1};
     case LOOM_KIND_INT4_ZERO: return {4, 32, Scaling::kHalfAndZero};
     case LOOM_KIND_INT8_ZERO: return {8, 32, Scaling::kHalfAndZero};
     default: return {};

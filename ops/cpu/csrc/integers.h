@@ -61,7 +61,7 @@ inline Bytes codes_of(const char* group) {
     codes = two;
   }
   if constexpr (form.bits & 1) codes = either(codes, part_of<1, above2, i>(group + 64 * above2));
-  if constexpr (form.table != nullptr) codes = of_table(form.table, codes);
+  if constexpr (form.of_table()) codes = looked_up(numbers_of(form.table), codes);
   return codes;
 }
 

@@ -58,7 +58,7 @@ inline Bytes either(const Bytes& a, const Bytes& b) {
 inline Bytes signed_bytes(const Bytes& x) {
   return each_register([&](int i) { return veorq_s8(x.v[i], vdupq_n_s8(-128)); });
 }
-inline Bytes of_table(const int8_t* table, const Bytes& x) {
+inline Bytes looked_up(const int8_t* table, const Bytes& x) {
   return each_register(
       [&](int i) { return vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s8(x.v[i])); });
 }

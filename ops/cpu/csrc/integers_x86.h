@@ -98,7 +98,7 @@ inline Bytes masked(Bytes x, int mask) {
 inline Bytes either(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
 // Bytes w + 128 as codes with a sign.
 inline Bytes signed_bytes(Bytes x) { return x; }
-inline Bytes of_table(const int8_t* table, Bytes x) {
+inline Bytes looked_up(const int8_t* table, Bytes x) {
   __m128i codes = _mm_add_epi8(_mm_loadu_si128((const __m128i*)table), _mm_set1_epi8(-128));
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(codes), x.v)};
 }
@@ -151,7 +151,7 @@ inline Bytes signed_bytes(Bytes x) {
   __m256i sign = _mm256_set1_epi8(char(128));
   return {_mm256_xor_si256(x.lo, sign), _mm256_xor_si256(x.hi, sign)};
 }
-inline Bytes of_table(const int8_t* table, Bytes x) {
+inline Bytes looked_up(const int8_t* table, Bytes x) {
   __m128i codes = _mm_loadu_si128((const __m128i*)table);
   __m256i both = _mm256_broadcastsi128_si256(_mm_add_epi8(codes, _mm_set1_epi8(-kSignedOffset)));
   return {_mm256_shuffle_epi8(both, x.lo), _mm256_shuffle_epi8(both, x.hi)};
