@@ -125,8 +125,8 @@ def test_server_imports_no_torch_and_reaches_execution_only_to_load():
     assert offences(files, forbidden) == []
 
 
-# The rooms of server/, from the ground up: a room may import those before it, and runtime.
-SERVER_ROOMS = (
+# The packages of server/, from the ground up: each may import those before it, and runtime.
+SERVER_PACKAGES = (
     "bench",
     "http",
     "text",
@@ -141,17 +141,17 @@ SERVER_ROOMS = (
 )
 
 
-def test_rooms_of_server_import_downwards_only():
+def test_packages_of_server_import_downwards_only():
     """Imports for types alone and inside functions count: they couple as much as any other."""
-    floor = {room: number for number, room in enumerate(SERVER_ROOMS)}
+    floor = {package: number for number, package in enumerate(SERVER_PACKAGES)}
     wrong = []
-    for source in files_of(*(f"server/{room}" for room in SERVER_ROOMS)):
-        room = source.split("/")[1].removesuffix(".py")
+    for source in files_of(*(f"server/{package}" for package in SERVER_PACKAGES)):
+        package = source.split("/")[1].removesuffix(".py")
         for line, module in imports(source):
             top, _, rest = module.partition(".")
             other = rest.partition(".")[0]
-            if top == "server" and other in floor and floor[other] > floor[room]:
-                wrong.append(f"{source}:{line}: {room} imports {module}")
+            if top == "server" and other in floor and floor[other] > floor[package]:
+                wrong.append(f"{source}:{line}: {package} imports {module}")
     assert wrong == []
 
 
