@@ -11,7 +11,9 @@ write to, and a library that is not what was built (cut short by a full disk, sa
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import platform
@@ -23,7 +25,6 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ _PARTIAL = ".partial-"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 INSTRUCTION_PATHS: dict[str, tuple[str, ...]] = {
+    "amx_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
     "avx512_vnni": (*_AVX512, "avx512_vnni"),
     "avx512": _AVX512,
@@ -86,9 +88,22 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(flags.split()) for _, _, flags in named), frozenset())
 
 
+@functools.cache
+def tiles_refused() -> bool:
+    """Whether this CPU has AMX and the system does not let this process use it. Linux gives no
+    thread the 8 KiB of the tiles' registers before it is asked (Documentation/arch/x86/xstate.rst);
+    what is granted holds for all threads and for forked children."""
+    if "amx_tile" not in cpu_flags():
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data))
+
+
 def available_paths() -> list[str]:
-    """The instruction paths that this CPU has, the fastest first."""
+    """The instruction paths that this CPU has and this process may use, the fastest first."""
     have = cpu_flags()
+    if tiles_refused():
+        have -= {"amx_tile"}
     return [path for path, needed in INSTRUCTION_PATHS.items() if have.issuperset(needed)]
 
 
@@ -105,7 +120,10 @@ def choose_path(wanted: str | None = None) -> str:
     if wanted is None:
         return next(filter(_known_to_compiler, available), available[0])
     if wanted not in available:
-        raise KernelBuildError(f"instruction path {wanted!r}: this CPU has {', '.join(available)}")
+        refused = " (the system does not let it use AMX)" if tiles_refused() else ""
+        raise KernelBuildError(
+            f"instruction path {wanted!r}: this CPU has {', '.join(available)}{refused}"
+        )
     return wanted
 
 
@@ -212,7 +230,8 @@ def machine_flags(path: str) -> tuple[str, ...]:
     """The compiler's names of a path's instruction sets."""
     if path in _ARM_FLAGS:
         return (_ARM_FLAGS[path],)
-    return tuple("-m" + re.sub("^avx(512)?_", r"avx\1", flag) for flag in INSTRUCTION_PATHS[path])
+    names = (re.sub("^avx(512)?_", r"avx\1", flag) for flag in INSTRUCTION_PATHS[path])
+    return tuple("-m" + name.replace("_", "-") for name in names)
 
 
 def _digest(flags: Sequence[str]) -> str:
@@ -280,4 +299,4 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":  # python build.py CACHE_DIR: what this machine needs
-    build_library(choose_path(), Path(sys.argv[1]), partial(print, flush=True))
+    build_library(choose_path(), Path(sys.argv[1]), functools.partial(print, flush=True))

@@ -62,5 +62,7 @@ def load_cpu_ops(
         log.warning("no native CPU kernels, plain torch serves: %s", reason)
         log.debug("%s", details)
         return CpuOps(), f"torch: {reason}"
+    if options.path is None and build.tiles_refused():
+        log.warning("this CPU has AMX, but the system does not let this process use it")
     library = Library(file, options.threads, options.pinning)
     return NativeOps(library), f"native {path}, {library.threads} threads"

@@ -8,6 +8,8 @@
 #include "tiles.h"
 #if defined(__aarch64__)
 #include "matrix_tiles_neon.h"
+#elif defined(LOOM_AMX)
+#include "matrix_tiles_amx.h"
 #elif defined(LOOM_INT8_WORDS)
 #include "int8_words.h"
 #endif
@@ -66,6 +68,13 @@ constexpr TileTable<sizeof...(R)> bf16_table(std::index_sequence<R...>) {
   return {bf16_tile<R + 1, panels>...};
 }
 
+#if defined(LOOM_AMX)
+template <size_t... R>
+constexpr TileTable<sizeof...(R)> amx_table(std::index_sequence<R...>) {
+  return {tile_bf16_by_amx<R + 1>...};
+}
+#endif
+
 template <size_t... R>
 constexpr TileTable<sizeof...(R)> half_table(std::index_sequence<R...>) {
   return {narrow_tile<LOOM_KIND_F16, R + 1, 2>...};
@@ -88,6 +97,11 @@ constexpr TileTable<sizeof...(R)> quantized_table(std::index_sequence<R...>) {
 constexpr auto kFloatTiles = float_table<2>(std::make_index_sequence<kRowTile>());
 constexpr auto kFloatWideTiles = float_table<4>(std::make_index_sequence<kWideRowTile>());
 constexpr auto kBf16Tiles = bf16_table<2>(std::make_index_sequence<kRowTile>());
+#if defined(LOOM_AMX)
+constexpr auto kBf16LinearTiles = amx_table(std::make_index_sequence<kAmxRowTile>());
+#else
+constexpr auto& kBf16LinearTiles = kBf16Tiles;
+#endif
 constexpr auto kHalfTiles = half_table(std::make_index_sequence<kRowTile>());
 template <int kind>
 constexpr auto kQuantizedTiles =
@@ -110,8 +124,11 @@ struct Tiles {
 Tiles tiles_of(int kind) {
   if (is_quantized(kind)) return {kTilesByKind[size_t(kind - LOOM_KIND_INT8)], kQuantizedRowTile};
   if (kind == LOOM_KIND_F16) return {kHalfTiles.data(), kRowTile};
-  return {kind == LOOM_KIND_BF16 ? kBf16Tiles.data() : kFloatTiles.data(), kRowTile};
+  if (kind == LOOM_KIND_BF16) return {kBf16LinearTiles.data(), int(kBf16LinearTiles.size())};
+  return {kFloatTiles.data(), kRowTile};
 }
+
+constexpr size_t kMostRows = std::max<size_t>(kRowTile, kBf16LinearTiles.size());
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -143,7 +160,7 @@ Format input_format(int kind) {
 int64_t padded_k(int kind, int64_t k) {
   if (is_quantized(kind)) return round_up(k, kGroup);
   if (kind == LOOM_KIND_F16) return round_up(k, 2);
-  return kind == LOOM_KIND_BF16 ? round_up(k, kBf16Block) : k;
+  return kind == LOOM_KIND_BF16 ? round_up(k, kBf16Step) : k;
 }
 
 int64_t panel_bytes(int kind, int64_t k) {
@@ -335,7 +352,7 @@ void run_tile(int64_t rows, Tile tile, int64_t k, int kind0, int kind1) {
 
 // Each row tile walks all of K.
 void run_whole(const Piece& piece, const RowTiles& tiles) {
-  alignas(64) float sums[kRowTile * kPair];
+  alignas(64) float sums[kMostRows * kPair];
   for (int64_t i = tiles.first; i < tiles.last; i++) {
     int64_t begin = tiles.begin(i), end = tiles.begin(i + 1);
     Tile tile = {piece.x.data + begin * piece.x.stride, piece.x.stride, piece.now.panel0,

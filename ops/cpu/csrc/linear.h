@@ -43,6 +43,11 @@ constexpr int kBf16Block = 4;  // k of an output that lie side by side in a bflo
 #else
 constexpr int kBf16Block = 2;
 #endif
+#if defined(LOOM_AMX)
+constexpr int kBf16Step = 32;  // k of one product of bfloat16 panels
+#else
+constexpr int kBf16Step = kBf16Block;
+#endif
 
 // How the input rows of a linear layer are stored: by the weight's kind and by the machine.
 enum class Format { kFloat, kBf16, kInt8 };

@@ -43,11 +43,15 @@ __attribute__((always_inline)) inline void prefetch(const void* p) { __builtin_p
 }  // namespace loom
 
 // LOOM_YMM asks for two 256-bit registers on a machine that has 512-bit ones: so the instructions
-// of narrower machines can be tested there. LOOM_ZMM stands for 32 registers of all sixteen lanes.
+// of narrower machines can be tested there. LOOM_ZMM stands for 32 registers of all sixteen lanes,
+// LOOM_AMX for tile registers beside them.
 #if defined(__aarch64__)
 #include "simd_neon.h"
 #elif defined(__AVX512F__) && !defined(LOOM_YMM)
 #define LOOM_ZMM
+#if defined(__AMX_BF16__)
+#define LOOM_AMX
+#endif
 #include "simd_avx512.h"
 #else
 #include "simd_avx2.h"

@@ -4,10 +4,22 @@
 #include <sched.h>
 
 #include "simd.h"
+#if defined(LOOM_AMX)
+#include "amx.h"
+#endif
 
 namespace loom {
 
 namespace {
+// One thread's part of a run.
+void work(Worker& worker, const std::function<void(Worker&)>& body) {
+  body(worker);
+#if defined(LOOM_AMX)
+  release_amx_tiles();
+#endif
+  worker.finish();
+}
+
 // About 10 microseconds: longer than a phase's usual imbalance, shorter than what a sleeping
 // thread of the same process (the event loop) would notice.
 constexpr int kSpins = 500;
@@ -65,8 +77,7 @@ void Team::run(const std::function<void(Worker&)>& body) {
   body_ = &body;
   start_.advance();
   Worker worker(*this, 0);
-  body(worker);
-  worker.finish();
+  work(worker, body);
 }
 
 void Team::serve(int id) {
@@ -76,8 +87,7 @@ void Team::serve(int id) {
     seen++;
     if (stop_) return;
     Worker worker(*this, id);
-    (*body_)(worker);
-    worker.finish();
+    work(worker, *body_);
   }
 }
 

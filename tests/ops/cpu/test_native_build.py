@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import platform
@@ -11,11 +12,12 @@ import stat
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ops.cpu import build
+from ops.cpu import build, load
 from ops.cpu.library import Library
 from ops.cpu.load import CpuOptions, load_cpu_ops
 from ops.cpu.native import NativeOps
@@ -77,6 +79,42 @@ def test_a_path_that_the_compiler_does_not_know_is_passed_over(
     assert build.choose_path("avx2_vnni") == "avx2_vnni"  # whoever asks for it is told why not
     program.write_text("#!/bin/sh\n")
     assert build.choose_path() == "avx2_vnni"
+
+
+def test_where_the_system_refuses_amx_the_next_path_is_taken_and_said_so(
+    compiler: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    amx = frozenset(build.INSTRUCTION_PATHS["amx_bf16"])
+    monkeypatch.setattr(build, "cpu_flags", lambda: amx)
+    monkeypatch.setattr(build, "tiles_refused", lambda: True)
+    assert build.choose_path() == "avx512_bf16"
+    with pytest.raises(build.KernelBuildError, match=r"'amx_bf16': .*does not let it use AMX"):
+        build.choose_path("amx_bf16")
+    monkeypatch.setattr(load, "Library", lambda *arguments: SimpleNamespace(threads=2))
+    monkeypatch.setattr(load, "NativeOps", lambda library: library)
+    with caplog.at_level(logging.WARNING):
+        _, description = load_cpu_ops(CpuOptions(cache_dir=tmp_path), lambda _: None)
+    assert description == "native avx512_bf16, 2 threads"
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "the system does not let this process use it" in said
+    monkeypatch.setattr(build, "tiles_refused", lambda: False)
+    assert build.choose_path() == "amx_bf16"
+
+
+def test_only_a_cpu_with_amx_can_be_refused_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("the system was asked"))
+    build.tiles_refused.cache_clear()
+    assert not build.tiles_refused()
+    build.tiles_refused.cache_clear()
+
+
+def test_the_compiler_is_given_its_own_names_of_instruction_sets() -> None:
+    assert build.machine_flags("avx2_vnni") == ("-mavx2", "-mfma", "-mf16c", "-mavxvnni")
+    assert build.machine_flags("amx_bf16")[-3:] == ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 
 
 def test_changed_sources_are_another_library(
