@@ -26,7 +26,7 @@ No torch here: checkpoints are read without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -111,6 +111,17 @@ class CodedMatrix:
         if self.order is None or other.order is None:
             return self.order is other.order
         return bool((self.order == other.order).all())
+
+    def every(self, step: int, first: int, count: int) -> CodedMatrix:
+        """The matrix of so many of its rows: first, first + step, first + 2 step, ..."""
+
+        def read(begin: int, end: int) -> Codes:
+            found = self.read(first + step * begin, first + step * (end - 1) + 1)
+            given = {field.name: getattr(found, field.name) for field in fields(found)}
+            arrays = {name: array for name, array in given.items() if array is not None}
+            return Codes(**{name: array[::step].copy() for name, array in arrays.items()})
+
+        return replace(self, n=count, read=read)
 
     def pieces(self, rows: int) -> Iterator[tuple[int, Codes]]:
         """All rows, so many at a time: the first one's number, and their numbers."""

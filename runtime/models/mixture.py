@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ops.blocks.mixture import MixtureOfExperts
+from ops.coded_weight import CODED_ROWS, CodedWeight
 from ops.op_set import Expert, Routing
 from runtime.errors import ModelError
 from runtime.models import config_values as values
@@ -13,7 +14,9 @@ from runtime.models.family import activation
 from runtime.models.sources import Linear, Source, Wide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
 
     from runtime.models.sources import WeightReader
 
@@ -67,18 +70,43 @@ class StackedExperts(Source):
 
     def _experts(self, reader: WeightReader) -> Iterator[Expert]:
         count, hidden, inner = self.count, self.hidden_size, self.intermediate_size
-        gate_up = reader.take(f"{self.path}.gate_up_proj", (count, hidden, 2 * inner), exact=True)
+        gate_up = self._matrices(reader, "gate_up_proj", 2, inner, hidden)
         gate_up_bias = reader.take(f"{self.path}.gate_up_proj_bias", (count, 2 * inner))
-        down = reader.take(f"{self.path}.down_proj", (count, inner, hidden), exact=True)
+        down = self._matrices(reader, "down_proj", 1, hidden, inner)
         down_bias = reader.take(f"{self.path}.down_proj_bias", (count, hidden))
-        for i in range(count):
-            rows, bias = gate_up[i].t(), gate_up_bias[i]
+        for i, bias in enumerate(gate_up_bias):
             yield Expert(
-                rows.view(inner, 2, hidden).transpose(0, 1).reshape(2 * inner, hidden),
-                down[i].t().contiguous(),
+                gate_up(i),
+                down(i),
                 bias.view(inner, 2).t().reshape(2 * inner),
                 down_bias[i].clone(),
             )
+
+    def _matrices(
+        self, reader: WeightReader, name: str, layers: int, outputs: int, inputs: int
+    ) -> Callable[[int], Any]:
+        """Gives the weight of an expert, as `OpSet.pack_linear` takes it.
+
+        Args: layers: whose outputs take turns in the checkpoint; in the weight they stand one below
+            the other, so many outputs of each.
+        """
+        name, rows = f"{self.path}.{name}", layers * outputs
+        coded = reader.coded((name,), (self.count * rows,), inputs)
+        if isinstance(coded, CodedWeight) and (layers == 1 or outputs % CODED_ROWS == 0):
+            (matrix,) = coded.parts
+
+            def parts(i: int) -> CodedWeight:
+                of_layers = (matrix.every(layers, i * rows + j, outputs) for j in range(layers))
+                return CodedWeight(tuple(of_layers))
+
+            return parts
+        stack = reader.take(name, (self.count, inputs, rows), exact=True)
+
+        def values_of(i: int) -> Tensor:
+            in_turns = stack[i].t().view(outputs, layers, inputs)
+            return in_turns.transpose(0, 1).reshape(rows, inputs).contiguous()
+
+        return values_of
 
 
 def mixture_of_experts(

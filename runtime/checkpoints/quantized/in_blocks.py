@@ -1,7 +1,8 @@
 """Integers in groups as integers in blocks, which the CPU's kernels have: `ops.coded_weight`.
 
 Blocks have a place for groups made of 32 neighbours whose scales half floats hold: most of what is
-published. Others have none: their weights are expanded.
+published. Others have none: their weights are expanded. MXFP4's numbers are doubled there and its
+powers of two halved.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
     """The same matrix; None where its numbers have no exact place."""
     if not isinstance(matrix, GroupedMatrix):
         return matrix
+    if matrix.kind == "mxfp4":
+        return _mxfp4(matrix)
     grouped = matrix
     with np.errstate(over="ignore"):
         factors = grouped.scales.astype(np.float16)
@@ -41,3 +44,22 @@ def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
         return Codes(codes, spread(factors, first, last), minima=minima)
 
     return CodedMatrix(kind, grouped.n, grouped.k, piece, grouped.order)
+
+
+def _mxfp4(grouped: GroupedMatrix) -> CodedMatrix | None:
+    """Where all numbers of a block are 0 its power may be anything."""
+    halved = grouped.scales * np.float32(0.5)
+    with np.errstate(over="ignore"):
+        factors = halved.astype(np.float16)
+    lost = factors != halved
+    for row in np.flatnonzero(lost.any(1)).tolist():
+        blocks = grouped.read(row, row + 1).reshape(-1, grouped.group)
+        if (blocks[lost[row]] & 7).any():
+            return None
+    factors[lost] = 0
+
+    def piece(first: int, last: int) -> Codes:
+        codes = np.ascontiguousarray(grouped.read(first, last), np.uint8)
+        return Codes(codes, factors[first:last])
+
+    return CodedMatrix("mxfp4", grouped.n, grouped.k, piece)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -509,3 +510,42 @@ def test_parts_that_do_not_fit_one_another_are_refused(tmp_path: Path) -> None:
         save_file({**stored, **parts}, tmp_path / "model.safetensors")
         with pytest.raises(ModelError, match=f"{name}.{part}"):
             open_checkpoint(tmp_path).read(f"{name}.weight")
+
+
+def test_blocks_of_mxfp4_hold_its_values(tmp_path: Path) -> None:
+    """As doubled integers with halved powers, where half floats hold these; the power of a block of
+    zeros may be anything."""
+    scales = np.array([[2.0**-23, 2.0**15, 2.0**127], [2.0**-23, 1.0, 2.0**-127]], np.float32)
+    codes = np.random.default_rng(1).integers(0, 16, (2, 96)).astype(np.uint8)
+    codes[0, 64:], codes[1, 64:] = np.tile([0, 8], 16), 0
+
+    def given(scales: np.ndarray) -> GroupedMatrix:
+        return GroupedMatrix("mxfp4", 2, 96, scales, None, lambda first, last: codes[first:last])
+
+    matrix = in_blocks(given(scales))
+    assert matrix is not None
+    found = matrix.read(0, 2)
+    positive = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
+    twice = np.concatenate((positive, -positive))[found.codes]
+    got = twice * found.factors.astype(np.float32).repeat(32, 1)
+    want = values_of(given(np.where(scales > 2.0**99, 1, scales)), 0, 2)
+    assert np.array_equal(got, want.numpy())
+    for beyond in (2.0**17, 2.0**-24):
+        scales[1, 1] = beyond
+        assert in_blocks(given(scales)) is None
+
+
+@pytest.mark.skipif(not build.available_paths(), reason="this CPU has no native instruction path")
+def test_experts_of_mxfp4_stay_so_on_a_cpu(tmp_path: Path) -> None:
+    model, _ = write_gpt_oss(tmp_path)
+    tokens = random_tokens(20)
+    runner = open_runner(tmp_path)
+    decoder: Any = runner.decoder.model
+    pairs = decoder.layers[0][1].mixer.experts.pairs
+    assert {layer.kinds for pair in pairs for layer in pair} == {("mxfp4", "mxfp4"), ("mxfp4",)}
+    assert "mxfp4" in runner.device.weights
+    (got,) = Probe(runner).step({1: (0, tokens)})
+    runner.close()
+    # The first token attends to itself and its layer's sink alone.
+    want = expected_logits(model, tokens)[0]
+    assert float((got[0] - want).norm() / want.norm()) < 0.03
