@@ -1,4 +1,4 @@
-"""Random paged attention problems: shuffled pages, NaN wherever a row has nothing to read."""
+"""Random paged batches and attention problems: shuffled pages, and what no row may read."""
 
 from __future__ import annotations
 
@@ -99,6 +99,36 @@ def paged_problem(
             sinks=torch.randn(heads, generator=generator) if sinks else None,
         ),
     )
+
+
+def paged_batch(
+    rows: Sequence[tuple[int, int]], page_size: int, seed: int = 0
+) -> tuple[AttentionBatch, Tensor, Tensor, int]:
+    """A batch of rows (kv_len, new tokens) on shuffled pages.
+
+    Returns: the batch, the new tokens' positions and slots [T], and the slots of the pool.
+    """
+    pages = [-(-kv // page_size) for kv, _ in rows]
+    order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(seed)) + 1
+    # Columns past a row's pages name pages outside the pool: they must never be followed.
+    table = torch.full((len(rows) + 1, max(pages) + 1), 2**30, dtype=torch.int32)
+    positions, slots, at = [], [], 0
+    for row, (kv_len, new) in enumerate(rows, start=1):
+        table[row, : pages[row - 1]] = order[at : at + pages[row - 1]].int()
+        at += pages[row - 1]
+        position = torch.arange(kv_len - new, kv_len)
+        positions.append(position)
+        slots.append(table[row, position // page_size].long() * page_size + position % page_size)
+    batch = AttentionBatch(
+        block_table=table,
+        rows=torch.arange(1, len(rows) + 1, dtype=torch.int32),
+        qo_indptr=torch.tensor([0] + [new for _, new in rows]).cumsum(0).int(),
+        kv_lens=torch.tensor([kv for kv, _ in rows], dtype=torch.int32),
+        page_size=page_size,
+        max_q_len=max(new for _, new in rows),
+        max_kv_len=max(kv for kv, _ in rows),
+    )
+    return batch, torch.cat(positions), torch.cat(slots), (sum(pages) + 1) * page_size
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

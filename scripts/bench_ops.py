@@ -41,10 +41,11 @@ from ops.blocks.block import Block, DecoderStep, Norm
 from ops.blocks.dense_mlp import DenseMlp
 from ops.cpu.load import CpuOptions, load_cpu_ops
 from ops.decoder import DecoderModel
-from ops.op_set import AttentionBatch, AttentionSpec, SamplingTensors
+from ops.op_set import AttentionSpec, SamplingTensors
 from runtime.examination import Machine
 from runtime.execution.kv_pool import KVPool
 from runtime.execution.machine import measure_machine
+from scripts._paged import paged_batch
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER = 49152, 576, 30, 9, 3, 64, 1536
 PAGE = 16
@@ -120,30 +121,6 @@ def linear(b: Bench) -> Iterator[Result]:
             yield b.time(name, run, weight_bytes * WEIGHTS, cost * 2 * rows * WEIGHTS)
 
 
-def paged_batch(rows: list[tuple[int, int]]) -> tuple[AttentionBatch, torch.Tensor, torch.Tensor]:
-    """Rows of (keys, new tokens) on shuffled pages; the new tokens' positions and slots."""
-    pages = [-(-kv // PAGE) for kv, _ in rows]
-    order = (torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)) + 1).int()
-    table = torch.zeros(len(rows) + 1, max(pages), dtype=torch.int32)
-    positions, slots, at = [], [], 0
-    for row, (kv, new) in enumerate(rows, start=1):
-        table[row, : pages[row - 1]] = order[at : at + pages[row - 1]]
-        at += pages[row - 1]
-        position = torch.arange(kv - new, kv)
-        positions.append(position)
-        slots.append(table[row, position // PAGE].long() * PAGE + position % PAGE)
-    batch = AttentionBatch(
-        block_table=table,
-        rows=torch.arange(1, len(rows) + 1, dtype=torch.int32),
-        qo_indptr=torch.tensor([0] + [new for _, new in rows]).cumsum(0).int(),
-        kv_lens=torch.tensor([kv for kv, _ in rows], dtype=torch.int32),
-        page_size=PAGE,
-        max_q_len=max(new for _, new in rows),
-        max_kv_len=max(kv for kv, _ in rows),
-    )
-    return batch, torch.cat(positions), torch.cat(slots)
-
-
 def attention_work(rows: list[tuple[int, int]]) -> tuple[float, float]:
     """Bytes of keys and values read once, and operations, of one layer."""
     keys = sum(kv for kv, _ in rows)
@@ -156,8 +133,7 @@ def attention(b: Bench) -> Iterator[Result]:
     cases |= {"decode 64 x 500": [(500, 1)] * 64}
     cases |= {"chunk 128 at 0": [(128, 128)], "chunk 128 at 1372": [(1500, 128)]}
     for name, rows in cases.items():
-        batch, _, slots = paged_batch(rows)
-        size = (int(batch.block_table.max()) + 1) * PAGE
+        batch, _, slots, size = paged_batch(rows, PAGE)
         # As many pools as a model has layers: a layer's keys are not in the cache when it runs.
         pools = [(b.randn(size, KV_HEADS, DIM), b.randn(size, KV_HEADS, DIM)) for _ in range(8)]
         q = b.randn(len(slots), HEADS, DIM)
@@ -252,7 +228,7 @@ def step(b: Bench) -> Iterator[Result]:
             return  # plain torch runs op by op
         pool = KVPool(model, 32768, device=torch.device("cpu"), dtype=torch.bfloat16)
         for name, rows in cases.items():
-            batch, positions, slots = paged_batch(rows)
+            batch, positions, slots, _ = paged_batch(rows, PAGE)
             ids = torch.randint(0, VOCAB, (len(slots),), generator=b.rand)
             last = batch.qo_indptr[1:].long() - 1
             weight_bytes, cost = KINDS[quantization]

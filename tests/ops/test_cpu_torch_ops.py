@@ -8,37 +8,14 @@ import pytest
 import torch
 
 from ops.cpu.op_set import CpuOps
-from ops.op_set import AttentionBatch, AttentionSpec, OpSet
+from ops.op_set import AttentionSpec, OpSet
 from ops.reference import ReferenceOps
+from scripts._paged import paged_batch
 
 REFERENCE = ReferenceOps()
 CPU = CpuOps()
 BOTH: tuple[OpSet, OpSet] = (CPU, REFERENCE)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def paged_batch(
-    lengths: list[tuple[int, int]], page_size: int, generator: torch.Generator
-) -> tuple[AttentionBatch, int]:
-    """A batch of rows (kv_len, new tokens) whose pages are shuffled; the slots of the pool."""
-    pages = [-(-kv // page_size) for kv, _ in lengths]
-    order = (torch.randperm(sum(pages), generator=generator) + 1).int()
-    table = torch.zeros(len(lengths) + 1, max(pages), dtype=torch.int32)
-    at = 0
-    for row, count in enumerate(pages):
-        table[row + 1, :count] = order[at : at + count]
-        at += count
-    indptr = torch.tensor([0] + [new for _, new in lengths]).cumsum(0).int()
-    batch = AttentionBatch(
-        block_table=table,
-        rows=torch.arange(1, len(lengths) + 1, dtype=torch.int32),
-        qo_indptr=indptr,
-        kv_lens=torch.tensor([kv for kv, _ in lengths], dtype=torch.int32),
-        page_size=page_size,
-        max_q_len=max(new for _, new in lengths),
-        max_kv_len=max(kv for kv, _ in lengths),
-    )
-    return batch, (sum(pages) + 1) * page_size
 
 
 MIXED = [(1, 1), (63, 63), (300, 17), (111, 1), (16, 1), (17, 2), (400, 390)]
@@ -56,7 +33,7 @@ def test_attention_equals_the_reference_and_reads_no_foreign_key(
     kind: str, rows: list[tuple[int, int]], page_size: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    batch, size = paged_batch(rows, page_size, generator)
+    batch, _, _, size = paged_batch(rows, page_size)
     heads, kv_heads, dim = 6, 2, 32
     pools = torch.randn(2, size, kv_heads, dim, generator=generator)
     q = torch.randn(int(batch.qo_indptr[-1]), heads + 3, dim, generator=generator)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as lla
 
 from ops import reference
 from ops.op_set import AttentionSpec
-from tests.ops.test_cpu_torch_ops import paged_batch
+from scripts._paged import paged_batch
 
 
 def tables(positions: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +97,7 @@ def test_gated_activations_equal_transformers(
 
 def test_attention_equals_the_library_on_gathered_keys() -> None:
     generator = torch.Generator().manual_seed(4)
-    batch, size = paged_batch([(37, 37), (50, 9), (20, 1)], 8, generator)
+    batch, _, _, size = paged_batch([(37, 37), (50, 9), (20, 1)], 8)
     k_pool, v_pool = torch.randn(2, size, 2, 16, generator=generator)
     q = torch.randn(47, 6, 16, generator=generator)
     got = reference.extend_attention(q, k_pool, v_pool, batch, AttentionSpec(0.25))

@@ -10,7 +10,8 @@ import torch
 
 from ops import reference
 from ops.op_set import AttentionBatch, AttentionSpec
-from tests.ops.cpu.cases import DTYPE_IDS, DTYPES, generator, paged_batch, relative_error
+from scripts._paged import paged_batch
+from tests.ops.cpu.cases import DTYPE_IDS, DTYPES, generator, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,6 +12,7 @@ from ops.blocks.block import DecoderStep
 from ops.op_set import AttentionBatch
 from ops.reference import ReferenceOps
 from runtime.models.decoder import Decoder
+from scripts._paged import paged_batch
 from tests.ops.cpu.cases import (
     DTYPE_IDS,
     DTYPES,
@@ -19,7 +20,6 @@ from tests.ops.cpu.cases import (
     VARIANTS,
     empty_caches,
     generator,
-    paged_batch,
     prefill_step,
     tiny_model,
 )

@@ -13,11 +13,11 @@ from ops.kv_codes import CODE_DTYPES
 from ops.op_set import AttentionSpec, KvScales
 from ops.reference import ReferenceOps
 from runtime.models.decoder import Decoder
+from scripts._paged import paged_batch
 from tests.ops.cpu.cases import (
     DTYPE_IDS,
     DTYPES,
     generator,
-    paged_batch,
     prefill_step,
     relative_error,
     tiny_model,

@@ -10,7 +10,8 @@ import torch
 
 from ops.blocks.dense_mlp import DenseMlp
 from ops.op_set import AttentionSpec, SamplingTensors
-from tests.ops.cpu.cases import paged_batch, prefill_step, tiny_model
+from scripts._paged import paged_batch
+from tests.ops.cpu.cases import prefill_step, tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

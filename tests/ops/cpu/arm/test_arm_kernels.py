@@ -23,8 +23,9 @@ from ops.cpu import build
 from ops.cpu.library import KINDS as NUMBERS
 from ops.op_set import AttentionSpec, SamplingTensors
 from ops.reference import ReferenceOps
+from scripts._paged import paged_batch
 from tests.missing import missing
-from tests.ops.cpu.cases import generator, paged_batch, prefill_step, tiny_model
+from tests.ops.cpu.cases import generator, prefill_step, tiny_model
 from tests.ops.cpu.conftest import open_ops
 from tests.ops.cpu.test_native_codes import ALL_TYPES, coded
 
