@@ -35,34 +35,32 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.config import SchedulerConfig
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
 from runtime.runner import StepOutput
 from runtime.scheduling.page_allocator import PageAllocator
 from runtime.scheduling.policies import POLICIES
 from runtime.scheduling.radix_cache import RadixCache
 from runtime.scheduling.scheduler import Scheduler
-from scripts._scheduler_cases import CASES
+from scripts._scheduler_cases import CASES, make_request, make_scheduler
 
 PAGE = 16
 PROMPT = 200
 LONG = 1 << 20
 
 
-def make_scheduler(rows: int, capacity_tokens: int = 64 * LONG, **options: Any) -> Scheduler:
+def scheduler_of(rows: int, capacity_tokens: int = 64 * LONG, **options: Any) -> Scheduler:
     """A pool that never runs out, unless told otherwise."""
-    config = SchedulerConfig(
-        capacity_tokens=capacity_tokens,
+    return make_scheduler(
+        capacity_tokens,
         context_length=2 * LONG,
         page_size=PAGE,
         max_running_requests=rows,
         chunked_prefill_size=8192,
         **options,
     )
-    return Scheduler(config)
 
 
-def make_request(
+def random_request(
     name: str,
     rng: random.Random,
     max_new: int = 4000,
@@ -70,8 +68,8 @@ def make_request(
     tokens: int = PROMPT,
 ) -> Request:
     head = prefix or []
-    ids = array("i", head + [rng.randrange(50_000) for _ in range(tokens - len(head))])
-    return Request(name, ids, SamplingParams(max_new_tokens=max_new, ignore_eos=True), 0.0)
+    ids = head + [rng.randrange(50_000) for _ in range(tokens - len(head))]
+    return make_request(name, ids, max_new)
 
 
 class Loop:
@@ -124,9 +122,9 @@ def bench_running(steps: int) -> dict[str, Any]:
     found, points = {}, []
     for rows in (1, 4, 16, 64, 256, 1024):
         rng = random.Random(1)
-        loop = Loop(make_scheduler(rows))
+        loop = Loop(scheduler_of(rows))
         for i in range(rows):
-            loop.scheduler.add(make_request(f"r{i}", rng), 0.0)
+            loop.scheduler.add(random_request(f"r{i}", rng), 0.0)
         loop.until_running(rows)
         loop.turns(50)
         times = summary(loop.turns(steps))
@@ -164,13 +162,13 @@ def blocked_loop(waiting: int, blocked_by: str) -> Loop:
     for the KV that is left."""
     rng = random.Random(1)
     rows = 256 if blocked_by == "rows" else 1024
-    loop = Loop(make_scheduler(rows, capacity_tokens=1_200_000))
+    loop = Loop(scheduler_of(rows, capacity_tokens=1_200_000))
     for i in range(256):
-        loop.scheduler.add(make_request(f"r{i}", rng), 0.0)
+        loop.scheduler.add(random_request(f"r{i}", rng), 0.0)
     loop.until_running(256)
     for i in range(waiting):
         tokens = LONG if blocked_by == "kv_total" and not i else PROMPT
-        loop.scheduler.add(make_request(f"w{i}", rng, 1000, tokens=tokens), 0.0)
+        loop.scheduler.add(random_request(f"w{i}", rng, 1000, tokens=tokens), 0.0)
     return loop
 
 
@@ -180,12 +178,12 @@ def bench_policies(steps: int) -> dict[str, Any]:
     for policy in POLICIES:
         for waiting in (128, 10_000):
             rng = random.Random(1)
-            loop = Loop(make_scheduler(16, schedule_policy=policy))
+            loop = Loop(scheduler_of(16, schedule_policy=policy))
             prefixes = [[1 + family] * (PROMPT // 2) for family in range(8)]
             for i in range(waiting):
                 # Short outputs: nearly every step frees a slot, so that it looks at the queue.
                 prefix = rng.choice(prefixes)
-                loop.scheduler.add(make_request(f"r{i}", rng, rng.randint(2, 8), prefix), 0.0)
+                loop.scheduler.add(random_request(f"r{i}", rng, rng.randint(2, 8), prefix), 0.0)
             loop.turns(5)
             times = summary(loop.turns(min(steps, waiting // 4)))
             print(
