@@ -46,6 +46,7 @@ from runtime.examination import Machine
 from runtime.execution.kv_pool import KVPool
 from runtime.execution.machine import measure_machine
 from scripts._paged import paged_batch
+from server.args import parse_args
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER = 49152, 576, 30, 9, 3, 64, 1536
 PAGE = 16
@@ -258,7 +259,10 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)  # the limits are theirs
     machine = measure_machine(path=args.path)
-    ops, kernels = load_cpu_ops(CpuOptions(args.kernels, args.threads, path=args.path), print)
+    options = CpuOptions(
+        parse_args([]).runner.cache_folder, args.kernels, args.threads, path=args.path
+    )
+    ops, kernels = load_cpu_ops(options, print)
     if kernels.startswith("native"):
         torch.set_num_threads(1)  # its threads would take the cores from the kernels'
     print(f"{kernels}; {machine.bandwidth / 1e9:.1f} GB/s read,", end=" ")

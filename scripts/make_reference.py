@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ops.cpu.build import default_cache_dir  # noqa: E402
 from runtime.checkpoints.embedded import ensure_embedded_model  # noqa: E402
+from server.args import parse_args  # noqa: E402
 
 OUTPUT = ROOT / "tests" / "runtime" / "execution" / "greedy_reference.json"
 NEW_TOKENS = 64
@@ -74,7 +74,7 @@ def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    folder = ensure_embedded_model(default_cache_dir(), print)
+    folder = ensure_embedded_model(parse_args([]).runner.cache_folder, print)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     cases = []
     for prompt in make_prompts(AutoTokenizer.from_pretrained(folder)):

@@ -71,11 +71,6 @@ class NoCompiler(KernelBuildError):
     """There is none."""
 
 
-def default_cache_dir() -> Path:
-    """$LOOMSERVE_CACHE, else ~/.cache/loomserve."""
-    return Path(os.environ.get("LOOMSERVE_CACHE") or "~/.cache/loomserve").expanduser()
-
-
 def cpu_flags() -> frozenset[str]:
     """The instruction sets of this CPU, by their names in /proc/cpuinfo; empty if unknown."""
     if sys.platform == "darwin" and platform.machine() == "arm64":

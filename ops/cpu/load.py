@@ -25,17 +25,17 @@ class CpuOptions:
     """How the CPU's operations run.
 
     Args:
+        cache_dir: where compiled kernels are kept.
         kernels: "native" kernels, plain "torch", or "auto": native where they can be built.
         threads: of the native kernels; 0: one per core that may be used.
         pinning: bind the kernels' threads to cores.
-        cache_dir: where compiled kernels are kept; None: `build.default_cache_dir()`.
         path: an instruction path of `build.INSTRUCTION_PATHS`; None: the best of this CPU.
     """
 
+    cache_dir: Path
     kernels: str = "auto"
     threads: int = 0
     pinning: bool = False
-    cache_dir: Path | None = None
     path: str | None = None
 
 
@@ -54,7 +54,7 @@ def load_cpu_ops(
         return CpuOps(), "torch, as asked for"
     try:
         path = build.choose_path(options.path)
-        file = build.build_library(path, options.cache_dir or build.default_cache_dir(), progress)
+        file = build.build_library(path, options.cache_dir, progress)
     except build.KernelBuildError as error:
         if options.kernels == "native":
             raise

@@ -253,10 +253,10 @@ def _open_cpu(
     config: RunnerConfig, stored: StoredWeights, progress: Callable[[str], None]
 ) -> Device:
     options = CpuOptions(
+        config.cache_folder,
         kernels=config.cpu_kernels,
         threads=config.cpu_threads,
         pinning=config.cpu_pinning,
-        cache_dir=config.cache_folder,
     )
     try:
         op_set, kernels = ops.load_cpu(options, progress)

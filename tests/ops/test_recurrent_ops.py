@@ -13,6 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from ops import load, load_cpu
 from ops.cpu.load import CpuOptions
 from ops.op_set import RecurrentBatch
+from tests.cache import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 6, 8, 12
 @pytest.fixture(params=["reference", "cpu", "native", "gpu"])
 def ops(request: pytest.FixtureRequest) -> OpSet:
     if request.param == "native":
-        return load_cpu(CpuOptions(kernels="native", threads=2), print)[0]
+        return load_cpu(CpuOptions(cache_folder(), kernels="native", threads=2), print)[0]
     return load(request.param)
 
 

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from ops.cpu.build import default_cache_dir
 from runtime.checkpoints.embedded import FOLDER, REQUIREMENT, WHEEL
+from tests.cache import cache_folder
 from tests.process.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    known = default_cache_dir() / WHEEL
+    known = cache_folder() / WHEEL
     if known.is_file():
         return known
     folder = tmp_path_factory.mktemp("wheel")

@@ -11,6 +11,7 @@ import pytest
 from ops.cpu import build
 from ops.cpu.library import Library
 from ops.cpu.native import NativeOps
+from tests.cache import cache_folder
 
 # What `test_native_sanitizers.py` sets to run these tests on instrumented kernels.
 EXTRA_FLAGS = tuple(os.environ.get("LOOMSERVE_TEST_KERNEL_FLAGS", "").split())
@@ -26,7 +27,7 @@ def open_ops(path: str, threads: int = 2) -> NativeOps:
     flags = EXTRA_FLAGS
     if path == NARROW_VNNI:
         path, flags = "avx512_vnni", (*EXTRA_FLAGS, "-DLOOM_YMM")
-    library = build.build_library(path, build.default_cache_dir(), print, flags)
+    library = build.build_library(path, cache_folder(), print, flags)
     return NativeOps(Library(library, threads))
 
 

@@ -22,6 +22,7 @@ from ops.cpu.library import Library
 from ops.cpu.load import CpuOptions, load_cpu_ops
 from ops.cpu.native import NativeOps
 from ops.cpu.op_set import CpuOps
+from tests.cache import cache_folder
 
 # Stands in for a compiler: writes the file that -o names, and notes that it ran.
 FAKE_COMPILER = """#!/bin/sh
@@ -96,7 +97,7 @@ def test_where_the_system_refuses_amx_the_next_path_is_taken_and_said_so(
     monkeypatch.setattr(load, "Library", lambda *arguments: SimpleNamespace(threads=2))
     monkeypatch.setattr(load, "NativeOps", lambda library: library)
     with caplog.at_level(logging.WARNING):
-        _, description = load_cpu_ops(CpuOptions(cache_dir=tmp_path), lambda _: None)
+        _, description = load_cpu_ops(CpuOptions(tmp_path), lambda _: None)
     assert description == "native avx512_bf16, 2 threads"
     (said,) = [record.getMessage() for record in caplog.records]
     assert "the system does not let this process use it" in said
@@ -249,7 +250,7 @@ def test_where_the_build_fails_torch_serves_after_one_line(
     monkeypatch.setenv("FAKE_ERROR", "a.s: Fatal error: No space left on device\na.o: gone")
     monkeypatch.setattr(build, "available_paths", lambda: ["avx2"])
     with caplog.at_level(logging.INFO):
-        ops, description = load_cpu_ops(CpuOptions(cache_dir=tmp_path / "cache"), lambda _: None)
+        ops, description = load_cpu_ops(CpuOptions(tmp_path / "cache"), lambda _: None)
     assert type(ops) is CpuOps
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.endswith("No space left on device")
@@ -276,25 +277,25 @@ def test_without_compiler_or_instructions_torch_serves(
     else:
         monkeypatch.setattr(build, "cpu_flags", frozenset)
     with caplog.at_level(logging.WARNING):
-        ops, description = load_cpu_ops(CpuOptions(cache_dir=tmp_path))
+        ops, description = load_cpu_ops(CpuOptions(tmp_path))
     assert type(ops) is CpuOps
     assert description.startswith("torch: ")
     assert len(caplog.records) == 1
     with pytest.raises(build.KernelBuildError):
-        load_cpu_ops(CpuOptions(kernels="native", cache_dir=tmp_path))
+        load_cpu_ops(CpuOptions(tmp_path, kernels="native"))
 
 
 def test_kernels_are_chosen_as_asked(best: NativeOps) -> None:
-    ops, description = load_cpu_ops(CpuOptions(kernels="torch"))
+    ops, description = load_cpu_ops(CpuOptions(cache_folder(), kernels="torch"))
     assert type(ops) is CpuOps
     assert description == "torch, as asked for"
-    ops, description = load_cpu_ops(CpuOptions(kernels="native", threads=3))
+    ops, description = load_cpu_ops(CpuOptions(cache_folder(), kernels="native", threads=3))
     assert isinstance(ops, NativeOps)
     assert description == f"native {build.available_paths()[0]}, 3 threads"
     with pytest.raises(ValueError, match="kernels 'fast': expected one of auto, native, torch"):
-        load_cpu_ops(CpuOptions(kernels="fast"))
+        load_cpu_ops(CpuOptions(cache_folder(), kernels="fast"))
     with pytest.raises(build.KernelBuildError, match="'neon': this CPU has"):
-        load_cpu_ops(CpuOptions(kernels="native", path="neon"))
+        load_cpu_ops(CpuOptions(cache_folder(), kernels="native", path="neon"))
 
 
 def test_pinned_threads_stay_within_the_allowed_cores(best: NativeOps) -> None:

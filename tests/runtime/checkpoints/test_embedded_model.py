@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ops.cpu.build import default_cache_dir
 from runtime.checkpoints.embedded import WHEEL, ensure_embedded_model
+from tests.cache import cache_folder
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
-    wheel = default_cache_dir() / WHEEL
+    wheel = cache_folder() / WHEEL
     if wheel.is_file():
         shutil.copy(wheel, cache)
     messages: list[str] = []

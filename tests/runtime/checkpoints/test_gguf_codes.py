@@ -19,6 +19,7 @@ from runtime.checkpoints.gguf_codes import read_codes, values_are_exact
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.errors import ModelError
 from runtime.execution import packed_weights
+from tests.cache import cache_folder
 from tests.ops.cpu.test_native_codes import random_blocks
 from tests.runtime.models.tiny_models import Probe, open_runner, random_tokens
 
@@ -236,7 +237,7 @@ def test_a_file_of_packed_weights_keeps_the_kinds(
     runner: ModelRunner, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_weights, "LEAST_WEIGHTS", 0)
-    kernels = build.default_cache_dir() / build.FOLDER
+    kernels = cache_folder() / build.FOLDER
     (tmp_path / build.FOLDER).symlink_to(kernels)
     tokens = random_tokens(20, vocab_size=VOCAB)
     want = logits(runner, tokens, 20)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ops.cpu.build import default_cache_dir
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.execution.build import build_runner
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
+from tests.cache import cache_folder
 from tests.runtime.execution.drivers import Run, request, run
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ POOL_TOKENS = 6400
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return ensure_embedded_model(default_cache_dir(), print)
+    return ensure_embedded_model(cache_folder(), print)
 
 
 def open_runner(folder: Path, page_size: int) -> ModelRunner:

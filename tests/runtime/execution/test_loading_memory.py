@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ops.cpu import build
+from tests.cache import cache_folder
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,7 +94,7 @@ def test_loading_takes_what_is_packed_and_little_beside_it(form, tmp_path):
     kept = packed + 2 * 2 * VOCAB * HIDDEN  # embedding and output layer
     cache = tmp_path / "cache"
     cache.mkdir()
-    (cache / build.FOLDER).symlink_to(build.default_cache_dir() / build.FOLDER)
+    (cache / build.FOLDER).symlink_to(cache_folder() / build.FOLDER)
     for gigabytes in (0.0, 1.0, 1.0):  # without a file, writing it, from it
         options = {"quantization": form, "packed_cache_gb": gigabytes, "cache_dir": str(cache)}
         command = [sys.executable, "-c", SCRIPT, str(small), str(model), json.dumps(options)]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ops.cpu.build import default_cache_dir
 from runtime.checkpoints.embedded import ensure_embedded_model
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.execution.build import build_runner
 from runtime.request import SamplingParams
 from runtime.scheduling.scheduler import Scheduler
+from tests.cache import cache_folder
 from tests.runtime.execution.drivers import Generated, Run, request, run
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ NEW_TOKENS = 20
 @pytest.fixture(scope="module", params=["auto", "int8"])
 def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     """With keys and values as numbers, and as codes."""
-    folder = ensure_embedded_model(default_cache_dir(), print)
+    folder = ensure_embedded_model(cache_folder(), print)
     config = RunnerConfig(
         model=str(folder),
         device="cpu",

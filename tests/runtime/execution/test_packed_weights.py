@@ -15,6 +15,7 @@ import torch
 from ops.cpu import build
 from runtime.checkpoints import hugging_face, pack_file
 from runtime.execution import packed_weights
+from tests.cache import cache_folder
 from tests.runtime.models.tiny_models import Probe, make_model, open_runner, random_tokens
 
 TOKENS = random_tokens(21)
@@ -30,7 +31,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(packed_weights, "LEAST_WEIGHTS", 0)
     folder = tmp_path / "cache"
     folder.mkdir()
-    kernels = build.default_cache_dir() / build.FOLDER
+    kernels = cache_folder() / build.FOLDER
     kernels.mkdir(parents=True, exist_ok=True)
     (folder / build.FOLDER).symlink_to(kernels)
     return folder

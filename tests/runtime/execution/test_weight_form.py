@@ -15,6 +15,7 @@ from runtime.config import RunnerConfig
 from runtime.execution import weight_form
 from runtime.execution.device import open_device
 from runtime.execution.weight_form import StoredWeights, choose_form, layer_shapes, matrix_weights
+from tests.cache import cache_folder
 
 LIBRARY = Path("avx9-kernels.so")
 Q4 = StoredWeights(torch.bfloat16, "int4", ((64, 32),))
@@ -128,7 +129,7 @@ def test_times_are_measured_once_and_kept(tmp_path: Path, monkeypatch) -> None:
 def test_forms_are_timed_for_each_number_of_rows() -> None:
     if not build.available_paths():
         pytest.skip("this CPU has no native instruction path")
-    file = build.build_library(build.choose_path(), build.default_cache_dir())
+    file = build.build_library(build.choose_path(), cache_folder())
     found = forms.time_forms(Library(file, 1), [(32, 48), (16, 64)], tuple(forms.FORMS))
     assert set(found) == set(forms.FORMS)
     assert all(
