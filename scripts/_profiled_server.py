@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.runner import LaunchedStep, StepOutput
 from runtime.scheduling.schedule_batch import ScheduleBatch
+from runtime.simulation.sim_runner import SimRunner
 from server.api.chat import ChatAnswer
 from server.api.completions import CompletionAnswer
 from server.generation.delivery import Delivery
@@ -35,7 +36,6 @@ from server.http.sse import EventStream
 from server.launcher import calm_interpreter
 from server.service import Service
 from tests.fakes import VOCAB_SIZE, fake_server, make_fake_service
-from tests.sim_runner import SimRunner
 
 PARTS = ("plan", "launch", "commit", "detokenise", "encode", "write")
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

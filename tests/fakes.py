@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from runtime.config import RunnerConfig, SchedulerConfig
 from runtime.scheduling.scheduler import Scheduler
+from runtime.simulation.sim_runner import SimRunner
 from server.app import app_runner, start_listening
 from server.config import ServerConfig
 from server.generation.params import SamplingDefaults
@@ -21,7 +22,6 @@ from server.http.sockets import base_url, listen
 from server.service import Parts, Service, make_service
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
-from tests.sim_runner import SimRunner
 
 if TYPE_CHECKING:
     import ssl

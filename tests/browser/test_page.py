@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from runtime.simulation.sim_runner import SimRunner
 from tests.server.api.test_chat_features import CALL, WEATHER
 from tests.server.server_kit import CHATML_TOOLS, say, sim_server
-from tests.sim_runner import SimRunner
 from tests.values import present
 
 pytestmark = pytest.mark.slow

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import openai
 
+from runtime.simulation.sim_runner import SimRunner
 from server.service import Service
 from tests import effort
 from tests.fakes import CHATML, IM_END, MODEL, byte_tokenizer, fake_server, make_fake_service
-from tests.sim_runner import SimRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from runtime.request import Request
-    from tests.sim_runner import Script
+    from runtime.simulation.sim_runner import Script
 
 # A special token with which a call begins.
 MARKER = "[TOOL_CALLS]"

@@ -11,8 +11,8 @@ from runtime.config import SchedulerConfig
 from runtime.errors import LoomserveError
 from runtime.request import Finish, FinishReason, Request, SamplingParams
 from runtime.simulation.recorder import RecordingScheduler
+from runtime.simulation.sim_runner import SimRunner
 from runtime.simulation.trace import TraceWriter
-from tests.sim_runner import SimRunner
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,8 @@ import pytest
 
 from runtime.request import TokenLogprobs
 from runtime.rope_layout import LongPrompts
+from runtime.simulation.sim_runner import SimRunner
 from tests.fakes import IM_END, fake_runner, fake_server, says
-from tests.sim_runner import SimRunner
 from tests.values import present
 
 

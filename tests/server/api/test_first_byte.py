@@ -12,11 +12,11 @@ import anthropic
 import openai
 import pytest
 
+from runtime.simulation.sim_runner import SimRunner
 from server.api import chat_plan
 from server.http import heartbeat
 from tests.fakes import BODIES, IM_END, fake_runner, fake_server
 from tests.server.server_kit import CHATML_TOOLS, say, sim_server
-from tests.sim_runner import SimRunner
 
 PROGRESS = {"stream": True, "stream_options": {"include_progress": True}}
 

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from runtime.request import PromptPin
+from runtime.simulation.sim_runner import SimRunner
 from tests.server.server_kit import CHATML_TOOLS, say, sim_server
-from tests.sim_runner import SimRunner
 
 SYSTEM, QUESTION = "Be brief. " * 20, say("ok") + "y" * 60
 SHORT, LONG = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}

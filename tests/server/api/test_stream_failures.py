@@ -8,8 +8,8 @@ import anthropic
 import openai
 import pytest
 
+from runtime.simulation.sim_runner import SimRunner
 from tests.server.server_kit import error_body, say, sim_server
-from tests.sim_runner import SimRunner
 
 TEXT = "0123456789" * 4
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from runtime.simulation.sim_runner import SimRunner
 from tests.server.server_kit import CHATML_TOOLS, say, say_what_is_asked, sim_server
-from tests.sim_runner import SimRunner
 
 PARAMETERS: Any = {
     "type": "object",

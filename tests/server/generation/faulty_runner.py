@@ -11,8 +11,8 @@ from collections import Counter
 import numpy as np
 
 from runtime.runner import StepOutput
+from runtime.simulation.sim_runner import SimRunner
 from tests.fakes import VOCAB_SIZE
-from tests.sim_runner import SimRunner
 
 PARTS = ("launch", "forward", "sample", "result")
 

@@ -10,10 +10,10 @@ import pytest
 
 from runtime.errors import EngineDead
 from runtime.request import SamplingParams
+from runtime.simulation.sim_runner import SimRunner
 from server.generation.output import ChoiceRules
 from server.generation.params import GenerationParams
 from tests.fakes import VOCAB_SIZE, counts, fake_runner, fake_server, live, says
-from tests.sim_runner import SimRunner
 
 
 class Faulty(SimRunner):

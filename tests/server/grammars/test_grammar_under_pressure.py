@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from runtime.simulation.sim_runner import SimRunner
 from tests.server.server_kit import say, sim_server
-from tests.sim_runner import SimRunner
 
 
 class SmallPool(SimRunner):

@@ -10,7 +10,7 @@ import pytest
 from runtime.request import Request, SamplingParams
 from runtime.runner import SampleMasks
 from runtime.scheduling.schedule_batch import ScheduleBatch
-from tests.sim_runner import SimRunner
+from runtime.simulation.sim_runner import SimRunner
 
 
 def batch_of(**changes) -> ScheduleBatch:
