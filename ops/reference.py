@@ -205,8 +205,6 @@ def _of_best_groups(choice: Tensor, routing: Routing) -> Tensor:
     return grouped.masked_fill(~kept[..., None], NEG_INF).flatten(1)
 
 
-# sampling
-
 _MUL_A, _MUL_B = 0xD2511F53, 0xCD9E8D57
 _WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF

@@ -69,8 +69,6 @@ class Soak:
     wrong: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
-    # Traffic
-
     def _prompt(self) -> str:
         shared = "The quick brown fox jumps over the lazy dog. " * self.rng.choice((0, 1, 4, 12))
         return shared + f"{self.rng.random():.6f}"
@@ -161,8 +159,6 @@ class Soak:
             act = self.flood if self.rng.random() < 0.002 else self.rng.choice(acts)
             self.sent[act.__name__] += 1
             await act()
-
-    # What the server has
 
     async def sample(self, started_s: float) -> None:
         """Waits until nothing runs, and looks."""

@@ -119,8 +119,6 @@ class PageFile:
             self._begin_anew()
             self._written = 0
 
-    # Opening
-
     def _open(self) -> sqlite3.Connection:
         database = sqlite3.connect(
             self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
@@ -168,8 +166,6 @@ class PageFile:
 
     def _newest(self) -> int:
         return int(self._database.execute("SELECT max(written) FROM pages").fetchone()[0] or 0)
-
-    # Use
 
     def prefixes(self) -> tuple[list[TierPrefix], dict[int, bytes]]:
         """What is in the file, prompt by prompt, the oldest first; and the key of each frame.

@@ -84,7 +84,7 @@ class PageStore:
         self._thread = threading.Thread(target=self._work, name="kv-offload", daemon=True)
         self._thread.start()
 
-    # For the engine; each returns at once
+    # The engine calls these from the event loop, so each returns at once.
 
     def report_to(
         self, stored: Callable[[int, int], None], loaded: Callable[[int, int], None]
@@ -130,8 +130,6 @@ class PageStore:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    # The thread
 
     def _work(self) -> None:
         while (job := self._next_job()) is not None:

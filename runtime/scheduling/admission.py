@@ -65,8 +65,6 @@ class Admission:
         """Whether the last pass had to refuse somebody for want of rows or KV."""
         return self.term in _FULL
 
-    # The pass
-
     def build(
         self, now: float, ratio: float, *, retracted: bool, first: Request | None
     ) -> list[Admitted]:
@@ -105,8 +103,6 @@ class Admission:
         if self._delayer is not None:
             self._delayer.finalize(len(built))
         return built
-
-    # For the sake of a much higher priority
 
     @property
     def urgent(self) -> bool:
@@ -179,8 +175,6 @@ class Admission:
             memory.unlock(match.node)
         return admitted
 
-    # How many
-
     def _rows_to_fill(self, now: float, *, retracted: bool, urgent: bool) -> int:
         """How many requests may be admitted in this pass; notes the term where it is none."""
         if not self._life.queue:
@@ -214,8 +208,6 @@ class Admission:
             free_rows=rows,
             kv_usage=usage,
         )
-
-    # Who
 
     def _credit_in(self, adder: PrefillAdder, chunked: Request | None) -> float:
         """Tokens that short prompts may take from the pending chunk in this pass: their share of

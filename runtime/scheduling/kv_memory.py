@@ -111,8 +111,6 @@ class KVMemory:
         self.cache.watchers.append(self.events)
         return self.events
 
-    # A request's life
-
     def match(self, request: Request) -> PrefixMatch:
         """Cached prefix that a waiting request could start from; counts as a sign of life. One
         token at least is left to compute, all where prompt logprobs are still to be given."""
@@ -283,8 +281,6 @@ class KVMemory:
         record = request.scheduling
         record.synced_pages = min(record.synced_pages, first)
         self.stale_tables.append(request)
-
-    # Steps
 
     def step_done(self, step: int) -> None:
         """A step is committed: what it put into the cache stays, what waited for it is free."""

@@ -137,8 +137,6 @@ class KVTier:
         for prefix in prefixes:
             self.cache.insert(prefix.namespace, prefix.token_ids.tobytes(), prefix.frames)
 
-    # Loads
-
     def is_loading(self, request: Request) -> bool:
         """Whether a load for a waiting request is on its way."""
         return request in self._loading
@@ -224,8 +222,6 @@ class KVTier:
         for node in list(self.cache.tree.roots.values()):
             for below in list(node.children.values()):
                 self.cache.drop(below, 0)
-
-    # For recounts
 
     def locked_above(self) -> Iterator[Node]:
         """Where loads will hang in the pool's cache: a lock for each."""

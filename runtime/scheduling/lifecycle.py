@@ -83,8 +83,6 @@ class Lifecycle:
         """Takes new options; waits and runs that have begun keep their time-outs."""
         self._config = config
 
-    # In
-
     def add(self, request: Request, now: float) -> None:
         """A new request, its record made."""
         self.live[request.request_id] = request
@@ -119,8 +117,6 @@ class Lifecycle:
         request.state = RequestState.WAITING
         self.clocks.begin(request, now)
         self.queue.add(request)
-
-    # On
 
     @property
     def admitted(self) -> list[Request]:
@@ -164,8 +160,6 @@ class Lifecycle:
                 self.chunked = None
             if item.request.remaining_tokens > 0:
                 self.running.append(item.request)
-
-    # Back
 
     def retract(self, request: Request, now: float) -> None:
         """Back into the queue with its outputs; its KV stays only as long as the cache keeps it.
@@ -214,8 +208,6 @@ class Lifecycle:
         request.length = 0
         request.launched_tokens = len(request.output_ids)
         request.scheduling.started_s = None
-
-    # Steps done
 
     def done(self, batch: ScheduleBatch) -> InFlight:
         """The oldest step in flight is done, and stands.
@@ -321,8 +313,6 @@ class Lifecycle:
 
     def _watch(self, request: Request, limit: Limit, since_s: float, until_s: float) -> None:
         self._deadlines.watch(request, limit, since_s, until_s, self.live)
-
-    # Out
 
     def expired(self, now: float) -> Iterator[tuple[Request, Deadline]]:
         """Live requests whose time is up; each is to be ended before the next is asked for."""

@@ -93,8 +93,6 @@ class PageAllocator:
             self._num_deferred -= len(pages)
             self.free(pages)
 
-    # For recounts
-
     def free_slices(self, pages: int) -> Iterator[array[int]]:
         """The free pages, so many at a time."""
         for first in range(0, len(self._free_pages), pages):

@@ -76,8 +76,6 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    # Kept and let go
-
     def keep(self, node: Node, key: Key, until_s: float) -> None:
         """Pins the prefix that ends with `node`, of `most_tokens` at most, or renews its pin."""
         self._asked += 1
@@ -161,8 +159,6 @@ class Pins:
         del self._pins[pin]
         if self._by_key.get(pin.key) is pin:
             del self._by_key[pin.key]
-
-    # Changes of the tree
 
     def ends_at(self, node: Node) -> bool:
         """Whether a pin ends with this node."""

@@ -98,8 +98,6 @@ class RadixCache:
         self._allocator = allocator
         self._tick = 0
 
-    # Look-up
-
     def match(
         self, namespace: str, key: bytes, max_tokens: int, place: Place | None = None
     ) -> PrefixMatch:
@@ -134,8 +132,6 @@ class RadixCache:
     def pages(self, node: Node | None, first: int, last: int) -> array[int]:
         """Pages of the tokens from `first` to `last` of the prefix that ends in `node`."""
         return array("i") if node is None else self.tree.pages(node, first, last)
-
-    # Change
 
     def insert(
         self,
@@ -199,8 +195,6 @@ class RadixCache:
         upper.pins = 1 if node.pins else 0
         return upper
 
-    # Locks
-
     def lock(self, node: Node | None) -> None:
         """Keeps the path from the root to `node`, itself included, from eviction."""
         if node is not None and node.rank:
@@ -252,8 +246,6 @@ class RadixCache:
             before.hits -= 1
         self.unlock(before)
 
-    # Worth
-
     def set_eviction_policy(self, eviction_policy: str) -> None:
         """Ranks by another policy from now on."""
         if eviction_policy == self.eviction_policy.name:
@@ -288,8 +280,6 @@ class RadixCache:
         """A node goes; its parent was used whenever it was."""
         parent.last_used = max(parent.last_used, node.last_used)
         parent.hits += node.hits
-
-    # Eviction
 
     def evict(self, pages: int) -> int:
         """Frees `pages` pages of unlocked prefixes, the least valuable first, from their ends.
@@ -377,8 +367,6 @@ class RadixCache:
         self.evictable_tokens = 0
         for watcher in self.watchers:
             watcher.cleared()
-
-    # Out again
 
     def above(self, node: Node | None, position: int) -> Node | None:
         """What ends with the first `position` tokens of the prefix that ends in `node`, split where

@@ -143,8 +143,6 @@ class RadixTree:
         self.node_pages = max(node_tokens // page_size, 1)
         self._page_bytes = page_size * TOKEN_BYTES
 
-    # Walks
-
     def seek(
         self, place: Place, namespace: str, key: bytes, limit: int, most_visits: int = NO_LIMIT
     ) -> None:
@@ -240,8 +238,6 @@ class RadixTree:
         size = self.page_size
         del found[(last - top) // size :], found[: (first - top) // size]
         return found
-
-    # Changes
 
     def root(self, namespace: str) -> Node:
         """Where the prompts of a namespace begin."""

@@ -25,9 +25,6 @@ DECAY_STEPS = 600
 HEADROOM_TOKENS = 20  # per running request, after a retraction
 
 
-# Retraction
-
-
 def next_tokens_fit(running: Sequence[Request], memory: KVMemory) -> bool:
     """Whether the pages of these rows' next step are free or can be evicted."""
     return memory.new_page_tokens(running) <= memory.available_tokens

@@ -54,8 +54,6 @@ class SavedStates:
         """Those that a match may end at."""
         return (state for state in self._kept if state.node is not None)
 
-    # In
-
     def save(self, request: Request, step: int, start: int, end: int) -> list[SavedState]:
         """Finds slots for the states that a step is to save while it computes the tokens of a
         prompt from `start` to `end`; where there are too few, for the deepest."""
@@ -125,8 +123,6 @@ class SavedStates:
             node.state, state.node = state, node
             self._kept[state] = None
 
-    # Use
-
     def deepest(self, node: Node | None, position: int) -> Node | None:
         """What ends with the longest prefix of the first `position` tokens on the path to `node`
         that has a state; notes its use."""
@@ -137,8 +133,6 @@ class SavedStates:
             del self._kept[node.state]
             self._kept[node.state] = None
         return node
-
-    # Out
 
     def give_up(self, state: SavedState | None) -> None:
         """A state is of no use any more, or never was."""
@@ -165,8 +159,6 @@ class SavedStates:
         """A request has left its row: what has not come into the cache goes."""
         self.give_up_all(state for state in request.scheduling.saved if state.node is None)
         request.scheduling.saved = []
-
-    # Steps
 
     def step_done(self, step: int) -> None:
         """A step is committed: what it has saved is there."""

@@ -69,8 +69,6 @@ class Scheduler:
         self._next_step = 0
         self._recount = IdleRecount(self._memory)
 
-    # Requests
-
     def add(self, request: Request, now: float) -> list[RequestOutput]:
         """Takes a request into the queue; a group of one.
 
@@ -134,8 +132,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether anything waits, runs or is in flight."""
         return bool(self._life.live or self._life.inflight)
-
-    # One pass
 
     def plan(self, now: float) -> Plan:
         """Decides the next step. A batch that is returned will be launched, and later committed
@@ -233,8 +229,6 @@ class Scheduler:
             plan.reason = "idle"
             self._ratio.reset()
 
-    # Memory for the running rows, and for those of higher priority
-
     def _make_room(self, plan: Plan, now: float) -> bool:
         """Retracts until the running rows' next step fits, unless a step must be committed first:
         one in flight still names their pages, and holds tokens of theirs that are not known.
@@ -260,8 +254,6 @@ class Scheduler:
             self._life.retract(request, now)
         self.counters.preemptions += len(victims)
         return first
-
-    # Results
 
     def commit(self, batch: ScheduleBatch, output: StepOutput, now: float) -> list[RequestOutput]:
         """Applies a step's result. Steps are committed, or failed, in the order of their launch.
@@ -310,8 +302,6 @@ class Scheduler:
             return []  # it ends otherwise
         return [self._life.end(request, Finish(FinishReason.ERROR, message=message))]
 
-    # The tier below the pool
-
     def adopt(self, prefixes: Sequence[TierPrefix]) -> None:
         """Takes over what the tier holds from before, the oldest first. To be called once, before
         the first request.
@@ -350,8 +340,6 @@ class Scheduler:
         if self._memory.tier is None:
             raise InvariantError("there is no tier below the pool")
         return self._memory.tier
-
-    # Options, cache, statistics, self-check
 
     def change_options(self, **changes: Any) -> None:
         """Changes options while requests run; they rule from the next pass on.

@@ -92,8 +92,6 @@ class WriteBehind:
         """Whether anything is left to copy, or on its way."""
         return bool(self._orders)
 
-    # What may be copied
-
     def wrote(self, pages: array[int], request: Request) -> None:
         """A request that has given no token yet put pages into the cache."""
         self._unverified.update(dict.fromkeys(pages, request.scheduling.seq))
@@ -135,8 +133,6 @@ class WriteBehind:
     def _is_free(self, page: int) -> bool:
         return page not in self._unverified and page not in self._order_of
 
-    # What happens meanwhile in the cache
-
     def removed(self, pages: Iterable[int]) -> None:
         """Pages left the cache: they may be written to from now on."""
         for page in pages:
@@ -152,8 +148,6 @@ class WriteBehind:
     def cleared(self) -> None:
         """The cache was emptied."""
         self.removed([*self._unverified, *self._order_of])
-
-    # Copies
 
     def name_copies(self) -> list[PageCopy]:
         """The copies to be begun now."""
@@ -246,8 +240,6 @@ class WriteBehind:
         if not order.pages and order.copy is None:
             order.done = True
             self._orders.pop(order, None)
-
-    # For recounts
 
     def on_their_way(self) -> Iterator[PageCopy]:
         """Copies that were named and are not done."""

@@ -88,8 +88,6 @@ class ResponseAnswer(BlockAnswer):
         failed = {"code": "server_error", "message": told["message"]}
         return self._event("response.failed", response={**self.so_far(), "error": failed})
 
-    # Events
-
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1

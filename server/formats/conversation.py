@@ -137,9 +137,6 @@ def fit(
     return fitted, options
 
 
-# In words
-
-
 def _told(
     messages: list[Message], tools: Sequence[Tool], family: ToolFamily, *, system: bool
 ) -> list[Message]:
@@ -178,9 +175,6 @@ def _results_in_words(messages: Iterable[Message]) -> list[Message]:
         ]
         found.append({"role": "user", "content": "\n".join(texts)})
     return found
-
-
-# As the template takes them
 
 
 def _shown_calls(messages: list[Message], traits: TemplateTraits) -> list[Message]:

@@ -91,8 +91,6 @@ class ToolCallParser:
         events, self._events = self._events, []
         return events
 
-    # States
-
     def _text(self, final: bool) -> bool:
         text = self._pending
         found = [(at, -len(m), m) for m in self.markers if (at := text.find(m)) >= 0]
@@ -117,8 +115,6 @@ class ToolCallParser:
 
     def _after_marker(self, final: bool) -> bool:
         raise AssertionError("each parser has its own")
-
-    # Helpers of states
 
     def _skip(self, characters: str) -> str:
         """Drops such characters; the next one, or "" when there is none yet."""

@@ -108,8 +108,6 @@ class Engine:
         self.records = self._reports.records
         self.watch_steps = self._reports.watch
 
-    # For handlers
-
     def start(self) -> None:
         """Starts the loop as a task of the running event loop."""
         if self._tier is not None:
@@ -187,8 +185,6 @@ class Engine:
         tokens = now.used_tokens + sum([len(request.input_ids) for request in waiting])
         return Load(now.active, now.queued, tokens, now.kv_usage)
 
-    # The loop
-
     async def _guarded_run(self) -> None:
         try:
             await self._run()
@@ -244,8 +240,6 @@ class Engine:
             if choice is not None:
                 choice.timeline.launched(batch, row, launched)
         return LoopStep(batch, step, last_reason, planned, launched, self.clock()), ""
-
-    # The tier below the pool
 
     def _stored(self, copy_id: int, pages: int) -> None:
         assert self._tier is not None

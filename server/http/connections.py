@@ -125,8 +125,6 @@ class _Connection(asyncio.Protocol):
     def unsent_bytes(self) -> int:
         return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
-    # From the event loop
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast, no check: uvloop's transports derive from nothing of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
@@ -164,8 +162,6 @@ class _Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         if self._taken:
             self._inner.resume_writing()
-
-    # From the handlers
 
     def busy(self) -> None:
         if not self._ended:
@@ -208,8 +204,6 @@ class _Connection(asyncio.Protocol):
         else:
             longer = min(2 * seconds, LATER_LOOKS_S)
             self._after(seconds, lambda: self._look(longer))
-
-    # The one timer
 
     def _close_after(self, seconds: float) -> None:
         # What came while the loop was held up is read after its timers are looked at.

@@ -124,8 +124,6 @@ class Tokenizer:
         if self._special_names is not None and self.chat_template is not None:
             _ = self._special_names.backend
 
-    # Text to ids
-
     def encode(
         self,
         text: str,
@@ -229,8 +227,6 @@ class Tokenizer:
                 code="no_chat_template",
             )
         return self.chat_template.render(messages, **options)
-
-    # Ids to text
 
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True

@@ -20,9 +20,6 @@ LOGITS = [1.2, -0.3, 0.8, 0.8, -2.0, 2.1, 0.0, 0.5, -1.0, 1.9, -3.0, 0.1]
 DRAWS = 20_000
 
 
-# The generator
-
-
 def philox4x32(counter: list[int], key: list[int]) -> list[int]:
     """Philox4x32-10 in plain integers (Salmon et al., SC 2011, section 3.3)."""
     c, k, low = list(counter), list(key), 0xFFFFFFFF
@@ -84,9 +81,6 @@ def test_no_random_word_makes_the_noise_infinite() -> None:
     for word in (0, 2**32 - 1):
         uniform = torch.tensor([word >> 9]).float().add(0.5).mul(2.0**-23)
         assert (-torch.log(-torch.log(uniform))).isfinite().all()
-
-
-# The distribution
 
 
 def tensors(rows: int, **given: Any) -> SamplingTensors:
@@ -225,9 +219,6 @@ def test_bias_penalties_bans_and_mask_change_the_distribution_in_that_order(back
     adjusted[5] = adjusted[11] = -math.inf
     got = ops.load(backend).sample(torch.tensor([LOGITS]).repeat(rows, 1), s)
     assert_distribution(got, exact(adjusted, temperature=0.8))
-
-
-# Single rows
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -24,9 +24,6 @@ def parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
 
 
-# Log-probabilities
-
-
 def test_alternatives_are_as_many_as_asked_for_and_sorted(chatter):
     answer = chatter.generate("chat", COUNTING, max_tokens=12, logprobs=True, top_logprobs=5)
     entries = answer.choices[0]["logprobs"]["content"]
@@ -62,9 +59,6 @@ def test_no_alternatives_may_be_asked_for(user, kind):
     entries = found["content"] if kind == "chat" else found["tokens"]
     assert len(entries) == answer.usage["completion_tokens"]
     assert user.stream(kind, COUNTING, **fields).text() == answer.text()
-
-
-# Sampling
 
 
 def test_a_bias_forces_and_bans(user, kind):
@@ -131,9 +125,6 @@ def test_choices_of_a_greedy_request_are_equal(user, kind):
     assert answer.text(0) == answer.text(1)
 
 
-# Wrong values
-
-
 @pytest.mark.parametrize("value", [-2473, -1, 1.5, "ten", [1]])
 def test_an_impossible_max_tokens_is_refused(user, kind, value):
     user.ask(kind, "Hello", max_tokens=value, stop=["e", "\n"]).assert_refused(naming="max_tokens")
@@ -180,9 +171,6 @@ def test_what_only_others_read_is_ignored(user, kind):
     if kind == "chat":
         fields |= {"parallel_tool_calls": True, "prediction": None, "reasoning_effort": None}
     assert user.generate(kind, "Hello", **fields).text() == user.generate(kind, "Hello").text()
-
-
-# Messages
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -255,9 +243,6 @@ def test_a_chat_with_a_model_that_has_no_template_is_refused(completer):
     answer = completer.ask("chat", "Hello")
     answer.assert_refused()
     assert "template" in answer.json["error"]["message"]
-
-
-# Formats of answers
 
 
 def of_schema(schema):

@@ -144,8 +144,6 @@ class Client:
         self._collect()
         self.over.set()
 
-    # Sending
-
     async def _talk(self) -> None:
         last = self.calls[-1]
         for number, call in enumerate(self.calls):
@@ -207,8 +205,6 @@ class Client:
         else:
             self._connection.close()
         self._answered.set()
-
-    # Reading
 
     async def _answers(self, count: int) -> None:
         """Waits for so many answers. Raises: ConnectionError: they will not come."""

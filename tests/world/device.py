@@ -106,8 +106,6 @@ class WorldRunner:
         # What is behind a step that failed, or could not be launched, is not run.
         self._failed = self._launch_failed = False
 
-    # For the engine
-
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
         assert not self.closed
         self.steps += 1
@@ -129,8 +127,6 @@ class WorldRunner:
     def close(self) -> None:
         self.closed = True
         assert not self._launched, "closed with a step in flight"
-
-    # The device
 
     def _go_on(self) -> None:
         if self._running or not self._launched or not self._launched[0][1].may_sample:

@@ -119,8 +119,6 @@ class Connection:
         self._news = asyncio.Event()
         self.over = asyncio.Event()
 
-    # The client's end
-
     async def send(self, data: bytes) -> None:
         """Gives a piece to the network. Raises: ConnectionError: the server has gone."""
         await asyncio.sleep(self.network.delay())
@@ -166,8 +164,6 @@ class Connection:
         if not self._closed:
             self._closed = True
             self.server.receive_reset()
-
-    # From the server's end
 
     @property
     def room(self) -> int:
@@ -219,8 +215,6 @@ class ServerTransport(asyncio.Transport):
     def gone(self) -> bool:
         return self._over
 
-    # From the client
-
     def receive(self, data: bytes) -> None:
         self._incoming.append(data)
         self._loop.call_soon(self._deliver)
@@ -252,8 +246,6 @@ class ServerTransport(asyncio.Transport):
             assert isinstance(self._protocol, asyncio.Protocol)
             if not self._protocol.eof_received():
                 self.close()
-
-    # For the protocol
 
     def write(self, data: Any) -> None:
         assert not self._over or self._closing

@@ -95,8 +95,6 @@ class Author:
             return self._wrong()
         return self._generating()
 
-    # For text
-
     def _generating(self) -> Asked:
         rng = self.rng
         form = rng.choice([*ROUTES, "chat", "completions"])
@@ -238,8 +236,6 @@ class Author:
         letters = rng.choice(("abc", "mnop", "z"))
         sampling["guided_regex"] = f"[{letters}]{{{low},{high}}}"
         return _repeated(letters, low, high)
-
-    # For other things
 
     def _odd(self) -> Asked:
         rng = self.rng

@@ -119,8 +119,6 @@ class World:
             return False
         return any(counts[kind] for kind in _LOGGED)
 
-    # The server
-
     def _service(self) -> Service:
         rng = self._random("settings")
         scheduler, server = _settings(rng)
@@ -226,8 +224,6 @@ class World:
             if call.asked.path == "/abort_request" and call.sent_s >= 0:
                 name = call.asked.body.get("rid")
                 self._excuses.aborts.append((call.sent_s, call.ended_s, name))
-
-    # What must be true in the end
 
     def _check(self, service: Service, clients: list[Client]) -> None:
         report = self.report

@@ -26,8 +26,6 @@ from tests.runtime.checkpoints.tiny_models import make_llama, write_folder, writ
 from tests.runtime.models.read_model import read_model
 from tests.values import present
 
-# GGUF
-
 
 def gguf_value(value) -> bytes | None:
     """A value with its type, in the smallest form that holds it; None where GGUF has none."""
@@ -221,9 +219,6 @@ def test_gguf_bytes_changed_at_random(gguf, tmp_path):
     # Some changes do no harm; of the others each is told in words of its own.
     assert 0 < said.count(None) < tries(300) / 3
     assert len(set(said)) > tries(300) / 3
-
-
-# Safetensors and JSON
 
 
 @pytest.mark.parametrize(

@@ -204,9 +204,6 @@ def test_greedy_tokens_equal_transformers(
         assert out[0, prompt.shape[1] :].tolist() == got
 
 
-# Log-probabilities
-
-
 def test_logprobs_are_the_models_own(runner: ModelRunner, model: PreTrainedModel) -> None:
     check_logprobs(run(scheduler(), runner, requests()), model)
 
@@ -246,9 +243,6 @@ def check_records(records: list[Any], token_ids: list[int], want: torch.Tensor, 
         values, ids = want[i].topk(count)
         assert [token for token, _ in record.top] == ids.tolist()
         assert [value for _, value in record.top] == pytest.approx(values.tolist(), abs=1e-4)
-
-
-# Ends
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 4])

@@ -54,8 +54,6 @@ class CheckedLoop(RuleBasedStateMachine):
     def capacity(self) -> int:
         return self.scheduler.config.usable_tokens
 
-    # Requests
-
     def compile_grammars(self) -> None:
         for grammar in self.grammars:
             grammar.ready = True
@@ -78,8 +76,6 @@ class CheckedLoop(RuleBasedStateMachine):
             self.count += 1
             return made.request_id
         return None
-
-    # The loop
 
     def turn(self, turns: int, copies: bool = True) -> None:
         """The loop as the engine runs it. Args: copies: those to and from the tier are done in
@@ -159,8 +155,6 @@ class CheckedLoop(RuleBasedStateMachine):
     def check(self) -> None:
         self.scheduler.check()
         self.model.check()
-
-    # The end
 
     def teardown(self) -> None:
         """Arrivals stop: everything ends, with the right tokens, and gives everything back."""

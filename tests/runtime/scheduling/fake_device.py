@@ -230,8 +230,6 @@ class FakeDevice:
         page = self.table[row][position // self.page_size]
         return page * self.page_size + position % self.page_size
 
-    # What goes wrong
-
     def lose(self, batches: Sequence[ScheduleBatch], *, tables: bool = True) -> None:
         """These steps, all that are in flight, were lost: what they wrote, the newest tokens
         included, is rubbish; and unless `tables`, so is what they were to write into the table."""
@@ -279,8 +277,6 @@ class FakeDevice:
                     self._put(written, SPOILT)
         return spoilt, nan_rows
 
-    # The tier below the pool
-
     def read_page(self, page: int) -> tuple[list[int], set[tuple[str, int]]]:
         """What a page holds, and whose runs wrote it, as far as that may turn out to be rubbish."""
         slots = range(page * self.page_size, (page + 1) * self.page_size)
@@ -294,8 +290,6 @@ class FakeDevice:
             self.slots[slot] = value
             self._writer.pop(slot, None)
             self._sound.discard(slot)
-
-    # Whose KV it was
 
     def gave_tokens(self, batch: ScheduleBatch, rows: Sequence[int]) -> None:
         """These rows of a step gave a token: what they have read was finite."""

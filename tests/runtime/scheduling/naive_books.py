@@ -55,8 +55,6 @@ class NaiveBooks:
     def holders(self) -> list[Request]:
         return [request for request in self.requests if request.row >= 0]
 
-    # Calls
-
     def launch(self, batch: ScheduleBatch, before: dict[str, tuple[int, bool, bool]]) -> None:
         """A step is launched. Args: before: everybody's progress."""
         pages = {page for request in batch.requests for page in request.pages}
@@ -83,8 +81,6 @@ class NaiveBooks:
                 self.load_prefixes[load_id] = places[load.frames[0]]
         for load_id in set(self.load_prefixes) - set(loads):
             del self.load_prefixes[load_id]
-
-    # What is cached
 
     def tree(self) -> dict[Prefix, tuple[Any, list[int]]]:
         """Every node by its whole prefix, walked from the roots, with its pages."""
@@ -122,8 +118,6 @@ class NaiveBooks:
 
     def cached_pages(self) -> set[int]:
         return {page for _, pages in self.tree().values() for page in pages}
-
-    # Recount
 
     def check(self) -> None:
         """Every invariant, from scratch."""

@@ -77,8 +77,6 @@ class NaiveModel:
         self._owed: dict[str, tuple[Any, ...]] = {}  # rows to be tried again
         self._preemptions = 0
 
-    # Calls
-
     def added(self, request: Request) -> None:
         self.lives[request.request_id] = Life(request, len(self.lives))
         self.books.requests.append(request)

@@ -183,8 +183,6 @@ class Life:
             flat[self.rng.randrange(len(flat))] = 7
         return flat[: len(flat) - self.rng.randrange(self.size)]
 
-    # What schedulers do
-
     def look(self) -> None:
         name, tokens, place = self.rng.choice(self.waiting)
         limit = self.rng.choice([len(tokens), len(tokens) - 1, len(tokens) // 2])
@@ -326,8 +324,6 @@ class Life:
         before = len(self.model.kept)
         self.model.kept = [one for one in self.model.kept if one.until > self.time]
         self.counts["expired"] += before - len(self.model.kept)
-
-    # What must hold
 
     def check(self) -> None:
         found = self._walk()

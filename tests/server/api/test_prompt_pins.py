@@ -236,8 +236,6 @@ def test_metrics_tell_what_is_pinned():
     assert 'loomserve:pinned_evicted_tokens_total{model_name="fake"} 0.0' in figures
 
 
-# The billing header of Claude Code
-
 BILLING = "x-anthropic-billing-header: cc_version=2.1.37.{0}; cc_entrypoint=cli; cch={0};"
 
 

@@ -30,9 +30,6 @@ def names_of(blocks):
     return [block.name for block in blocks if block.type in ("tool_use", "function_call")]
 
 
-# One call at most
-
-
 @pytest.mark.parametrize("family", ["hermes", "llama3_json", "pythonic"])
 def test_one_call_at_most_in_every_protocol(family):
     """In the first family the model cannot begin a second call; in the others it may, and nobody is
@@ -70,9 +67,6 @@ def test_one_call_at_most_in_every_protocol(family):
             plain = served.chat(told, tools=[WEATHER], parallel_tool_calls=False).choices[0]
             assert (plain.message.content, plain.message.tool_calls) == ("It rains.", None)
             assert answer.usage.completion_tokens <= len("Let me see.\n" + CALL) + 1
-
-
-# Arguments as they are made
 
 
 @contextmanager
@@ -153,8 +147,6 @@ def test_responses_arguments_come_while_they_are_made():
     assert json.loads("".join(pieces)) == {"city": CITY}
     assert done == ["".join(pieces)]
 
-
-# How much to think
 
 EFFORT_TEMPLATE = (
     "Reasoning: {{ reasoning_effort or 'as usual' }}\n"

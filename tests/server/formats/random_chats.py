@@ -66,9 +66,6 @@ class Chat:
     options: dict[str, Any]
 
 
-# Random conversations
-
-
 class Draw:
     """Random parts of conversations; every value that must not be lost is a word of its own."""
 
@@ -155,9 +152,6 @@ class Draw:
         return [{"role": "assistant", "content": content, "tool_calls": calls}, *results]
 
 
-# References
-
-
 class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012
 
@@ -196,9 +190,6 @@ def by_transformers(tokenizer, sources: dict[str, str], messages, tools, options
     found = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **options)
     assert isinstance(found, str)
     return found
-
-
-# The check
 
 
 class Checker:
@@ -321,9 +312,6 @@ def _words_of(value: Any) -> list[str]:
 def _equal(ours: str, theirs: str, whose: str) -> None:
     if ours != theirs:
         raise Mismatch(f"here {ours!r}\n{whose}: {theirs!r}")
-
-
-# Templates at hand
 
 
 def own_templates() -> dict[str, dict[str, str]]:

@@ -109,9 +109,6 @@ async def test_a_reader_that_is_cancelled_loses_nothing():
     assert [delta.text for delta in await stream.take()] == ["still here"]
 
 
-# From tokens to text
-
-
 class Letters:
     """A grammar that is complete after so many tokens."""
 

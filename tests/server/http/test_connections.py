@@ -51,9 +51,6 @@ def without_interim(answer: bytes) -> bytes:
     return answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
 
 
-# Clients that say no more
-
-
 SLOW = {"prompt": "a", "max_tokens": 30, "ignore_eos": True}
 
 
@@ -111,9 +108,6 @@ def test_a_request_that_will_never_be_whole_is_not_waited_for(run, part):
     run(main())
 
 
-# TLS
-
-
 @contextlib.asynccontextmanager
 async def tls_server(certificate, **options):
     cert, key = map(str, certificate)
@@ -168,9 +162,6 @@ def test_a_silent_client_after_the_handshake_has_the_head_s_time(run, certificat
             await closed(server)
 
     run(main())
-
-
-# What is no HTTP
 
 
 def said(caplog) -> list[logging.LogRecord]:

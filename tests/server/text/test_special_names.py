@@ -165,8 +165,6 @@ def test_thousands_of_names_are_looked_for_in_no_time_of_their_own():
     assert found[6:-2] == list(mixed.encode())
 
 
-# Every template at hand
-
 MODELS = own_templates() | templates_of_packages()
 
 
@@ -236,9 +234,6 @@ def text_of(theirs, sources, messages, options) -> str:
     if variable != "tools":
         given[variable], tools = tools, None
     return by_transformers(theirs, sources, messages, tools, given)
-
-
-# Routes
 
 
 @pytest.mark.parametrize(
