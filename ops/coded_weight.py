@@ -74,6 +74,11 @@ GROUP_OF = 32
 GROUP_KINDS = {"int4": 4, "int8": 8, "fp8": 8, "nf4": 4, "mxfp4": 4}
 
 
+# What codes of "mxfp4" stand for: a sign, two bits of exponent and one of mantissa (OCP e2m1).
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*_E2M1, *(-value for value in _E2M1))
+
+
 @dataclass(frozen=True, slots=True)
 class Codes:
     """The numbers of some rows, contiguous arrays.

@@ -203,24 +203,27 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A weight [N, K] of integers in groups of neighbouring K, on the device: what
+    """A weight [N, K] of codes in groups of neighbouring K, on the device: what
     `ops.coded_weight.GroupedMatrix` reads.
 
     Args:
-        bits: of a code, 4 or 8. codes: [N, K] uint8; with `floats` bytes of e4m3, none of them NaN.
-        scales: [N, groups] float32. zeros: alike, uint8; None: all are 2^(bits - 1). Where there
-            are zeros, the last 8 bits of a scale are 0, as those of all 16-bit floats are.
+        kind: a key of `ops.coded_weight.GROUP_KINDS`. codes: [N, K] uint8, of "fp8" none is NaN.
+        scales: [N, groups] float32. zeros: of integers, alike, uint8; None: all are 2^(bits - 1).
+            Where there are zeros, the last 8 bits of a scale are 0, as those of all 16-bit floats
+            are.
     """
 
-    bits: int
+    kind: str
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
-    floats: bool = False
+
+    def rows(self, at: slice | Tensor) -> GroupedWeight:
+        zeros = None if self.zeros is None else self.zeros[at]
+        return replace(self, codes=self.codes[at], scales=self.scales[at], zeros=zeros)
 
     def first_rows(self, count: int) -> GroupedWeight:
-        zeros = None if self.zeros is None else self.zeros[:count]
-        return replace(self, codes=self.codes[:count], scales=self.scales[:count], zeros=zeros)
+        return self.rows(slice(count))
 
 
 @dataclass(frozen=True, slots=True)

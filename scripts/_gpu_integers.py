@@ -1,5 +1,5 @@
-"""Linear layers of integers and 8-bit floats in groups, at a Llama-3.1-8B's shapes: right, the same
-alone, and how fast beside the same layers in the device's own type."""
+"""Linear layers of integers and of floats of 8 and 4 bits in groups, at a Llama-3.1-8B's shapes:
+right, the same alone, and how fast beside the same layers in the device's own type."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from ops.coded_weight import E2M1_VALUES, GROUP_KINDS
 from ops.op_set import GroupedWeight
 from scripts._gpu_correctness import TOLERANCE, Check
 from scripts._gpu_ops import call_seconds
@@ -22,22 +23,23 @@ if TYPE_CHECKING:
     from runtime.execution.device import Device
     from scripts._gpu_speed import Limits
 
-_GROUP = 128
+_GROUP = 128  # of all but mxfp4, whose groups are of 32
+_KINDS = ("int4", "int8", "fp8", "mxfp4")
 _LAYER = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))  # qkv, o, gate and up, down
 
 
 def _weight(device: Device, n: int, k: int, kind: str, group: int, zeros: bool) -> GroupedWeight:
     """Random codes, whose values have a variance near 1 / k."""
-    bits, floats = (4 if kind == "int4" else 8), kind == "fp8"
+    bits, group = GROUP_KINDS[kind], 32 if kind == "mxfp4" else group
     where: dict[str, Any] = {"device": device.torch_device}
     codes, stored = (
         torch.randint(0, 2**bits, (n, count), dtype=torch.uint8, **where)
         for count in (k, k // group)
     )
     scales = (torch.rand(n, k // group, **where) + 0.5) * (k**-0.5 * 4 / 2**bits)
-    if floats:
+    if kind == "fp8":
         codes.remainder_(112)  # the finite positive ones up to 128
-    return GroupedWeight(bits, codes, scales.half().float(), stored if zeros else None, floats)
+    return GroupedWeight(kind, codes, scales.half().float(), stored if zeros else None)
 
 
 def _packed(device: Device, weight: Any) -> Any:
@@ -46,10 +48,12 @@ def _packed(device: Device, weight: Any) -> Any:
 
 def _values(weight: GroupedWeight) -> Tensor:
     group = weight.codes.shape[1] // weight.scales.shape[1]
-    if weight.floats:
+    if weight.kind in ("fp8", "mxfp4"):
         values = weight.codes.view(torch.float8_e4m3fn).float()
+        if weight.kind == "mxfp4":
+            values = values.new_tensor(E2M1_VALUES)[weight.codes.long()]
         return weight.scales.repeat_interleave(group, 1) * values
-    zeros = torch.full_like(weight.scales, 2 ** (weight.bits - 1))
+    zeros = torch.full_like(weight.scales, 2 ** (GROUP_KINDS[weight.kind] - 1))
     if weight.zeros is not None:
         zeros = weight.zeros.float()
     spread = [part.repeat_interleave(group, 1) for part in (weight.scales, zeros)]
@@ -60,8 +64,8 @@ def check_integers(device: Device, *, tiny: bool) -> Iterator[Check]:
     """Against the values in float32, and to the bit for a token among many, among few and alone."""
     n, k, group = (40, 544, 32) if tiny else (4096, 4096, _GROUP)
     limit = TOLERANCE[device.dtype]
-    for kind in ("int4", "int8", "fp8"):
-        for zeros in (False, True) if kind != "fp8" else (False,):
+    for kind in _KINDS:
+        for zeros in (False, True) if kind.startswith("int") else (False,):
             name = f"{kind} layer{' with zeros' if zeros else ''}"
             weight = _weight(device, n, k, kind, group, zeros)
             packed = _packed(device, weight)
@@ -83,9 +87,10 @@ def integer_rates(device: Device, limits: Limits, *, tiny: bool) -> list[dict[st
     floats = [torch.randn(n, k, **where) for n, k in shapes]
     packed = {
         kind: [
-            _packed(device, _weight(device, n, k, kind, group, kind != "fp8")) for n, k in shapes
+            _packed(device, _weight(device, n, k, kind, group, kind.startswith("int")))
+            for n, k in shapes
         ]
-        for kind in ("int4", "int8", "fp8")
+        for kind in _KINDS
     }
     results: list[dict[str, float | str]] = []
     for tokens in (3,) if tiny else (1, 16, 64, 256, 4096):

@@ -96,6 +96,7 @@ AREAS = {
         "tests/ops/gpu/test_triton_attention.py",
         "tests/ops/gpu/test_triton_elementwise.py",
         "tests/ops/gpu/test_triton_sampling.py",
+        "tests/ops/gpu/test_triton_coded_linear.py",
         "tests/ops/gpu/test_triton_attention_faults.py",
     ),
     "gpu": (
@@ -503,6 +504,8 @@ PLANTS = [
         "ops/gpu/coded_linear.py",
         ("(both >> 4) & 15 if half else", "(both >> 4) & 15 if not half else"),
         ("word = word & -256", "word = word & -128"),
+        ("sign = (bits & 8) << 12", "sign = (bits & 8) << 11"),
+        ("* 16384.0", "* 8192.0"),
         ("tl.minimum(begin + SPLIT, k)", "begin + SPLIT"),
         ("row += tl.program_id(2).to(tl.int64) * num_tokens", "pass"),
     ),

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are integers of 4 or 8 bits, or 8-bit floats, in groups:
+"""Linear layers whose weights are integers of 4 or 8 bits, or floats of as many, in groups:
 `ops.coded_weight`.
 
 Decisions:
@@ -6,7 +6,7 @@ Decisions:
 - The integers less their zero, and the floats, are exact in every type of x, so a product takes
   them as they are, and its float32 sum over a group is multiplied by the group's scale. Nothing is
   rounded that the float model of the same values does not round.
-- Of two integers of 4 bits in a byte, the low one stands `piece` inputs before the high one: both
+- Of two codes of 4 bits in a byte, the low one stands `piece` inputs before the high one: both
   halves of a byte are whole tiles, and none is taken apart and put together.
 - Weights are the left operand, for a Hopper's tensor cores take that one from registers, where
   integers become floats; x is the right one, of as few as 16 tokens.
@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.coded_weight import GROUP_KINDS
 from ops.gpu.library import Chip, Tile, chip_of, register, step_kernel
 
 if TYPE_CHECKING:
@@ -48,26 +49,35 @@ class CodedLinear:
     """A packed layer, or the layers of all experts with E before each shape.
 
     Args:
-        codes: [N, K * bits / 8] int8: integers of 4 bits, of 8 less 128, or with `floats` e4m3.
-        scales: [groups, N] int32, the bits of float32. zeros: their last 8 are the groups' zeros,
-            as codes are; else all zeros are in the middle.
+        codes: [N, K * bits / 8] int8; those of "int8" less 128.
+        scales: [groups, N] int32, the bits of float32. kind: a key of `GROUP_KINDS`.
+        zeros: the last 8 bits of scales are the groups' zeros, as codes are; else all zeros are in
+            the middle.
         n: outputs, the first of N.
     """
 
     codes: Tensor
     scales: Tensor
     bias: Tensor | None
-    bits: int
+    kind: str
     zeros: bool
-    floats: bool
     n: int
 
 
 @triton.jit
-def _values(codes, dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr):
+def _values(codes, dtype: tl.constexpr, KIND: tl.constexpr):
     """Codes as floats; integers of 4 bits too large by the same number each in 16-bit types, of
     which they are the last bits: a conversion would take four times as long."""
-    if FLOATS:
+    if KIND == "mxfp4":
+        # As below; the bias is 1.
+        bits = codes.to(tl.int16)
+        sign = (bits & 8) << 12
+        if dtype == tl.bfloat16:
+            wide = (sign | ((bits & 7) << 6)).to(dtype, bitcast=True) * 8.507059173023462e37
+        else:
+            wide = (sign | ((bits & 7) << 9)).to(tl.float16, bitcast=True).to(dtype) * 16384.0
+        wide = wide.to(dtype)
+    elif KIND == "fp8":
         # Exponent and mantissa stay, under another bias: 15 or 127 instead of 7.
         bits = codes.to(tl.int16)
         sign = bits & -32768
@@ -76,9 +86,9 @@ def _values(codes, dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr
         else:
             wide = (sign | ((bits & 127) << 7)).to(tl.float16, bitcast=True).to(dtype) * 256.0
         wide = wide.to(dtype)
-    elif BITS == 4 and dtype == tl.bfloat16:
+    elif KIND == "int4" and dtype == tl.bfloat16:
         wide = (codes.to(tl.int16) | 0x4300).to(dtype, bitcast=True)
-    elif BITS == 4 and dtype == tl.float16:
+    elif KIND == "int4" and dtype == tl.float16:
         wide = (codes.to(tl.int16) | 0x6400).to(dtype, bitcast=True)
     else:
         wide = codes.to(dtype)
@@ -88,7 +98,7 @@ def _values(codes, dtype: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr
 @triton.jit
 def coded_product(
     x_at, live, codes, scales, column, n, begin, end, row_bytes, scale_stride,
-    BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
     HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """What inputs begin to end - 1 add to outputs `column` of some tokens, [BLOCK_N, BLOCK_M]
@@ -106,7 +116,7 @@ def coded_product(
             word = word & -256
         else:
             zero = tl.full(word.shape, 8 if BITS == 4 else 0, tl.int8)
-        none = _values(zero, dtype, BITS, FLOATS)[:, None]
+        none = _values(zero, dtype, KIND)[:, None]
         part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if BITS == 4:
             both = tl.load(codes_at + start // 2, mask=there[:, None], other=0)
@@ -115,8 +125,8 @@ def coded_product(
                 code = (both >> 4) & 15 if half else both & 15
             else:
                 code = tl.load(codes_at + start + half * PIECE, mask=there[:, None], other=0)
-            wide = _values(code, dtype, BITS, FLOATS)
-            if HAS_ZEROS or BITS == 4:
+            wide = _values(code, dtype, KIND)
+            if HAS_ZEROS or KIND == "int4":
                 wide -= none
             a = tl.load(x_at + start + half * PIECE, mask=live[None, :], other=0.0)
             part = tl.dot(wide, a, part, input_precision="ieee")
@@ -127,7 +137,7 @@ def coded_product(
 @step_kernel("num_tokens")
 def _coded_linear_kernel(
     x, codes, scales, bias, out, num_tokens, n, k, x_stride, row_bytes, scale_stride,
-    SPLIT: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     PIECE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, APART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +156,7 @@ def _coded_linear_kernel(
         acc += coded_product(
             x + token * x_stride, live, codes, scales, column, n, begin,
             tl.minimum(begin + SPLIT, k), row_bytes, scale_stride,
-            BITS, FLOATS, GROUP, PIECE, HAS_ZEROS, BLOCK_M, BLOCK_N,
+            KIND, BITS, GROUP, PIECE, HAS_ZEROS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[:, None]
@@ -197,8 +207,7 @@ def split_of(n: int, k: int, chunk: int) -> int:
 
 
 def _linear(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, bits: int, zeros: bool,
-    floats: bool, n: int,
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: str, zeros: bool, n: int
 ) -> Tensor:  # fmt: skip
     tokens, k = x.shape
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
@@ -213,7 +222,7 @@ def _linear(
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(n, tile.block_n), splits if apart else 1)
     _coded_linear_kernel[grid](
         x, codes, scales, bias, target, tokens, n, k, x.stride(0), codes.stride(0),
-        scales.stride(0), SPLIT=split, BITS=bits, FLOATS=floats, GROUP=group, PIECE=piece,
+        scales.stride(0), SPLIT=split, KIND=kind, BITS=GROUP_KINDS[kind], GROUP=group, PIECE=piece,
         HAS_ZEROS=zeros, HAS_BIAS=bias is not None and not apart, APART=apart,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -226,10 +235,10 @@ def _linear(
 
 
 _linear_op = register(
-    "coded_linear(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int bits, bool zeros, "
-    "bool floats, int n) -> Tensor",
+    "coded_linear(Tensor x, Tensor codes, Tensor scales, Tensor? bias, str kind, bool zeros, int n)"
+    " -> Tensor",
     _linear,
-    lambda x, codes, scales, bias, bits, zeros, floats, n: x.new_empty((x.shape[0], n)),
+    lambda x, codes, scales, bias, kind, zeros, n: x.new_empty((x.shape[0], n)),
 )
 
 
@@ -242,7 +251,7 @@ def coded_linear(x: Tensor, packed: CodedLinear) -> Tensor:
     the weights as floats.
     """
     p = packed
-    out: Tensor = _linear_op(x, p.codes, p.scales, p.bias, p.bits, p.zeros, p.floats, p.n)
+    out: Tensor = _linear_op(x, p.codes, p.scales, p.bias, p.kind, p.zeros, p.n)
     return out
 
 
@@ -250,40 +259,47 @@ def pack(weight: GroupedWeight, bias: Tensor | None) -> CodedLinear:
     """The layer as the kernels read it."""
     n, k = weight.codes.shape
     piece = piece_of(k // weight.scales.shape[1])
-    codes = weight.codes.view(torch.int8)
-    if not weight.floats:
-        codes = _as_kept(weight.codes, weight.bits)
+    codes = _as_kept(weight.codes, weight.kind)
     scales = weight.scales.view(torch.int32)
-    if weight.bits == 4:
+    if GROUP_KINDS[weight.kind] == 4:
         low, high = codes.view(n, -1, 2, piece).unbind(2)
         codes = (low | high << 4).flatten(1)
     if weight.zeros is not None:
-        scales = scales | _as_kept(weight.zeros, weight.bits).view(torch.uint8)
+        scales = scales | _as_kept(weight.zeros, weight.kind).view(torch.uint8)
     has_zeros = weight.zeros is not None
     scales = scales.t().contiguous()
-    return CodedLinear(codes, scales, bias, weight.bits, has_zeros, weight.floats, n)
+    return CodedLinear(codes, scales, bias, weight.kind, has_zeros, n)
 
 
-def _as_kept(codes: Tensor, bits: int) -> Tensor:
-    return (codes if bits == 4 else codes ^ 128).view(torch.int8)
+def _as_kept(codes: Tensor, kind: str) -> Tensor:
+    return (codes ^ 128 if kind == "int8" else codes).view(torch.int8)
 
 
 def unpacked_rows(ids: Tensor, packed: CodedLinear) -> Tensor:
     """Rows ids [T] of the weight, [T, K] float32."""
     codes, words = packed.codes[ids], packed.scales.t()[ids]
-    groups = words.shape[1]
-    if packed.bits == 4:
+    groups, four_bits = words.shape[1], GROUP_KINDS[packed.kind] == 4
+    if four_bits:
         pair = codes.unflatten(1, (-1, piece_of(2 * codes.shape[1] // groups)))
         codes = torch.stack((pair & 15, pair >> 4 & 15), 2).flatten(1)
-    zeros = torch.full_like(words, 8 if packed.bits == 4 else 0)
+    zeros = torch.full_like(words, 8 if packed.kind == "int4" else 0)
     if packed.zeros:
         zeros = (words & 255).to(torch.int8)
         words = words & -256
-    if packed.floats:
-        codes = codes.view(torch.float8_e4m3fn)
-    wide = codes.float().unflatten(1, (groups, -1)) - zeros[..., None]
+    wide = _floats(codes, packed.kind).unflatten(1, (groups, -1)) - zeros[..., None]
     values: Tensor = wide * words.contiguous().view(torch.float32)[..., None]
     return values.flatten(1)
+
+
+def _floats(codes: Tensor, kind: str) -> Tensor:
+    """What unpacked codes stand for, float32."""
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    if kind == "mxfp4":
+        exponent, mantissa = codes >> 1 & 3, codes & 1
+        sizes = torch.ldexp(mantissa + 2 * exponent.sign(), exponent.clamp(min=1) - 2)
+        return torch.where(codes & 8 != 0, -sizes, sizes)
+    return codes.float()
 
 
 def stacked(layers: Sequence[CodedLinear]) -> CodedLinear:

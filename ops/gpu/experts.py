@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.blocks.dense_mlp import act_and_mul
+from ops.coded_weight import GROUP_KINDS
 from ops.gpu.coded_linear import CodedLinear, coded_product, coded_tile, pack, piece_of, stacked
 from ops.gpu.library import Chip, Tile, chip_of, register
 from ops.op_set import Expert, GroupedWeight
@@ -53,8 +54,8 @@ def _expert_of_tile(starts, num_experts, tile, BLOCK_M: tl.constexpr):
 @triton.jit
 def _grouped_linear_kernel(
     x, weight, scales, bias, out, order, starts, num_experts, n, k, x_stride, top_k, groups,
-    SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BITS: tl.constexpr,
-    FLOATS: tl.constexpr, HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr,
+    SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, KIND: tl.constexpr,
+    BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of one tile of an expert's rows. Grid (T * k // BLOCK_M + E, cdiv(N,
@@ -80,7 +81,7 @@ def _grouped_linear_kernel(
             coded_product(
                 x_at, live, weight + of_expert * row_bytes, scales + at, column, n, 0, k,
                 row_bytes, n,
-                BITS, FLOATS, GROUP, BLOCK_K, HAS_ZEROS, BLOCK_M, BLOCK_N,
+                KIND, BITS, GROUP, BLOCK_K, HAS_ZEROS, BLOCK_M, BLOCK_N,
             )
         )  # fmt: skip
     else:
@@ -132,9 +133,9 @@ def experts_tile(itemsize: int, chip: Chip) -> tuple[Tile, int]:
 
 def _grouped_linear(
     x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, order: Tensor,
-    starts: Tensor, bits: int, zeros: bool, floats: bool, top_k: int, scatter: bool,
+    starts: Tensor, kind: str, zeros: bool, top_k: int, scatter: bool,
 ) -> Tensor:  # fmt: skip
-    """bits: 0 where the weight has x's type, and no scales."""
+    """kind: "" where the weight has x's type, and no scales."""
     (experts, n), k = weight.shape[:2], x.shape[1]
     pairs = order.shape[0]
     out = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
@@ -142,13 +143,13 @@ def _grouped_linear(
         return out
     tile, block_k = experts_tile(x.element_size(), chip_of(x))
     groups = 1 if scales is None else scales.shape[1]
-    if bits:
+    if kind:
         tile, block_k = coded_tile(False, x.element_size(), chip_of(x)), piece_of(k // groups)
     grid = (pairs // tile.block_m + experts, triton.cdiv(n, tile.block_n))
     _grouped_linear_kernel[grid](
         x, weight, scales, bias, out, order, starts, experts, n, k, x.stride(0), top_k,
         groups, SCATTER=scatter, HAS_BIAS=bias is not None, EVEN_K=k % block_k == 0,
-        BITS=bits, FLOATS=floats, HAS_ZEROS=zeros, GROUP=k // groups,
+        KIND=kind, BITS=GROUP_KINDS.get(kind, 0), HAS_ZEROS=zeros, GROUP=k // groups,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -168,7 +169,7 @@ def _combine(each: Tensor, weights: Tensor) -> Tensor:
 
 _grouped_linear_op = register(
     "grouped_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor order, "
-    "Tensor starts, int bits, bool zeros, bool floats, int top_k, bool scatter) -> Tensor",
+    "Tensor starts, str kind, bool zeros, int top_k, bool scatter) -> Tensor",
     _grouped_linear,
     lambda x, weight, scales, bias, order, *_: x.new_empty((order.shape[0], weight.shape[1])),
 )
@@ -181,7 +182,7 @@ _combine_op = register(
 
 def pack_experts(experts: Iterable[Expert]) -> Expert:
     """Each weight stacked: gate_up [E, 2F, H], down [E, H, F], biases [E, 2F] and [E, H]. Those of
-    integers are a `CodedLinear` each, without its bias."""
+    codes are a `CodedLinear` each, without its bias."""
 
     def packed(weight: Any) -> Any:
         return pack(weight, None) if isinstance(weight, GroupedWeight) else weight
@@ -200,12 +201,11 @@ def _product(
     x: Tensor, weight: Any, bias: Tensor | None, order: Tensor, starts: Tensor, top_k: int,
     scatter: bool,
 ) -> Tensor:  # fmt: skip
-    scales, bits, zeros, floats = None, 0, False, False
+    scales, kind, zeros = None, "", False
     if isinstance(weight, CodedLinear):
-        scales, bits, zeros = weight.scales, weight.bits, weight.zeros
-        floats, weight = weight.floats, weight.codes
+        scales, kind, zeros, weight = weight.scales, weight.kind, weight.zeros, weight.codes
     out: Tensor = _grouped_linear_op(
-        x, weight, scales, bias, order, starts, bits, zeros, floats, top_k, scatter
+        x, weight, scales, bias, order, starts, kind, zeros, top_k, scatter
     )
     return out
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ops.coded_weight import GROUP_OF, GroupedMatrix
+from ops.coded_weight import GROUP_KINDS, GROUP_OF, GroupedMatrix
 from ops.op_set import GroupedWeight
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ops.coded_weight import CodedMatrix
 
 _ROWS = 4096  # that are unpacked at a time
-KINDS = ("int4", "int8", "fp8")  # that op sets keep
+KINDS = ("int4", "int8", "fp8", "mxfp4")  # that op sets keep
 
 
 def is_kept(matrix: GroupedMatrix) -> bool:
@@ -33,10 +33,10 @@ def grouped_weight(
     parts = [matrix for matrix in found if is_kept(matrix)]
     if len(parts) < len(matrices) or len({(part.kind, part.group) for part in parts}) != 1:
         return None
-    bits, group, k, floats = parts[0].bits, parts[0].group, parts[0].k, parts[0].kind == "fp8"
+    kind, group, k = parts[0].kind, parts[0].group, parts[0].k
     scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
     zeros = [part.zeros for part in parts if part.zeros is not None]
-    if all((zero == 1 << (bits - 1)).all() for zero in zeros):
+    if all((zero == 1 << (GROUP_KINDS[kind] - 1)).all() for zero in zeros):
         zeros = []
     if group % GROUP_OF or (zeros and (scales.view(np.uint32) & 255).any()):
         return None
@@ -45,13 +45,12 @@ def grouped_weight(
         for first in range(0, part.n, _ROWS):
             last = min(first + _ROWS, part.n)
             read = np.ascontiguousarray(part.read(first, last), np.uint8)
-            if floats and (read & 127 == 127).any():  # NaN, which kernels take for a number
+            if kind == "fp8" and (read & 127 == 127).any():  # NaN, which kernels take for a number
                 return None
             rows[first:last].copy_(torch.from_numpy(read))
     return GroupedWeight(
-        bits,
+        kind,
         codes,
         torch.from_numpy(scales).to(device),
         torch.from_numpy(np.concatenate(zeros)).to(device) if zeros else None,
-        floats,
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ops.blocks.mixture import MixtureOfExperts
 from ops.coded_weight import CODED_ROWS, CodedWeight
-from ops.op_set import Expert, Routing
+from ops.op_set import Expert, GroupedWeight, Routing
 from runtime.errors import ModelError
 from runtime.models import config_values as values
 from runtime.models.family import activation
@@ -100,6 +102,9 @@ class StackedExperts(Source):
                 return CodedWeight(tuple(of_layers))
 
             return parts
+        if isinstance(coded, GroupedWeight):
+            weight, each = coded, torch.arange(rows, device=coded.codes.device)
+            return lambda i: weight.rows(i * rows + each.view(outputs, layers).t().flatten())
         stack = reader.take(name, (self.count, inputs, rows), exact=True)
 
         def values_of(i: int) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ops.coded_weight import GroupedMatrix
+from ops.coded_weight import E2M1_VALUES, GroupedMatrix
 from runtime.checkpoints.quantized.stored import StoredWeight
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from runtime.checkpoints.quantized.stored import Floats, Reader, Settings
 
-_HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-_VALUES = np.array([*_HALF, *(-value for value in _HALF)], np.float32)
+_VALUES = np.array(E2M1_VALUES, np.float32)
 _BIAS = 127
 
 

@@ -27,7 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -341,10 +341,10 @@ def _elementwise(dtype: torch.dtype) -> None:
     activation.gelu_and_mul(x, tanh=False)
 
 
-def _grouped(n: int, k: int, bits: int, group: int, *, zeros: bool) -> GroupedWeight:
+def _grouped(n: int, k: int, kind: str, group: int, *, zeros: bool) -> GroupedWeight:
     scales = torch.empty(n, k // group)
     return GroupedWeight(
-        bits,
+        kind,
         torch.empty(n, k, dtype=torch.uint8),
         scales,
         torch.empty_like(scales, dtype=torch.uint8) if zeros else None,
@@ -352,23 +352,26 @@ def _grouped(n: int, k: int, bits: int, group: int, *, zeros: bool) -> GroupedWe
 
 
 def _coded(
-    bits: int, *, tokens: int, dtype: torch.dtype = torch.bfloat16, group: int = 128,
-    zeros: bool = False, floats: bool = False,
+    kind: str, *, tokens: int, dtype: torch.dtype = torch.bfloat16, group: int = 128,
+    zeros: bool = False,
 ) -> None:  # fmt: skip
     """A Llama-3.1-8B's output of attention."""
     ops, size = GpuOps(), 4096
-    packed = ops.pack_linear(replace(_grouped(size, size, bits, group, zeros=zeros), floats=floats))
+    packed = ops.pack_linear(_grouped(size, size, kind, group, zeros=zeros))
     ops.linear(torch.empty(tokens, size, dtype=dtype), packed)
 
 
-def _experts(dtype: torch.dtype, *, tokens: int = 9, biases: bool = False, bits: int = 0) -> None:
+def _experts(
+    dtype: torch.dtype, *, tokens: int = 9, biases: bool = False, kind: str = "", group: int = 128
+) -> None:
     """The shape of a Qwen3-30B-A3B's, but for the number of experts."""
     count, hidden, inner, top_k = 8, 2048, 768, 8
     matrices, vectors = [(2 * inner, hidden), (hidden, inner)], [(2 * inner,), (hidden,)]
     shapes = [*matrices, *(vectors if biases else [])]
     each: list[Any] = [torch.empty(count, *shape, dtype=dtype) for shape in shapes]
-    if bits:
-        each = [[_grouped(n, k, bits, 128, zeros=True)] * count for n, k in matrices]
+    if kind:
+        coded = partial(_grouped, kind=kind, group=group, zeros=kind.startswith("int"))
+        each = [[coded(n, k)] * count for n, k in matrices] + each[2:]
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, top_k)
     packed = GpuOps().pack_experts(Expert(*parts) for parts in zip(*each, strict=True))
@@ -424,15 +427,18 @@ CASES: dict[str, Callable[[], None]] = {
     "experts_bf16": lambda: _experts(_BF16),
     "experts_fp16_biases": lambda: _experts(_FP16, biases=True),
     "experts_f32": lambda: _experts(_FP32),
-    "experts_int4": lambda: _experts(_BF16, bits=4),
-    "linear_few_int4": lambda: _coded(4, tokens=1, zeros=True),
-    "linear_few_int8": lambda: _coded(8, tokens=9, group=4096),
-    "linear_few_fp8": lambda: _coded(8, tokens=1, floats=True),
-    "linear_many_fp8": lambda: _coded(8, tokens=300, floats=True),
-    "linear_narrow_int4": lambda: _coded(4, tokens=1, dtype=_FP16, group=32),
-    "linear_many_int4": lambda: _coded(4, tokens=300, zeros=True),
-    "linear_many_int8": lambda: _coded(8, tokens=300, zeros=True),
-    "linear_int4_f32": lambda: _coded(4, tokens=300, dtype=_FP32, zeros=True),
+    "experts_int4": lambda: _experts(_BF16, kind="int4"),
+    "experts_mxfp4": lambda: _experts(_BF16, biases=True, kind="mxfp4", group=32),
+    "linear_few_int4": lambda: _coded("int4", tokens=1, zeros=True),
+    "linear_few_int8": lambda: _coded("int8", tokens=9, group=4096),
+    "linear_few_fp8": lambda: _coded("fp8", tokens=1),
+    "linear_many_fp8": lambda: _coded("fp8", tokens=300),
+    "linear_few_mxfp4": lambda: _coded("mxfp4", tokens=1, group=32),
+    "linear_many_mxfp4": lambda: _coded("mxfp4", tokens=300, group=32),
+    "linear_narrow_int4": lambda: _coded("int4", tokens=1, dtype=_FP16, group=32),
+    "linear_many_int4": lambda: _coded("int4", tokens=300, zeros=True),
+    "linear_many_int8": lambda: _coded("int8", tokens=300, zeros=True),
+    "linear_int4_f32": lambda: _coded("int4", tokens=300, dtype=_FP32, zeros=True),
     "sample_greedy": lambda: _sampling(greedy=True, filtered=False, extras=False),
     "sample_plain": lambda: _sampling(greedy=False, filtered=False, extras=False, dtype=_BF16),
     "sample_filtered": lambda: _sampling(greedy=False, filtered=True, extras=True),
@@ -468,8 +474,8 @@ def _steps(rows: int, offset: int) -> Iterator[Callable[[], Any]]:
     yield partial(rms_norm.rms_norm, q, torch.ones(64), 1e-5)
     yield partial(activation.silu_and_mul, torch.empty(rows, 128))
     yield partial(_experts, _FP32, tokens=rows)
-    yield partial(_coded, 4, tokens=min(rows, 16), dtype=_FP32)
-    yield partial(_coded, 4, tokens=rows + 16, dtype=_FP32)
+    yield partial(_coded, "int4", tokens=min(rows, 16), dtype=_FP32)
+    yield partial(_coded, "int4", tokens=rows + 16, dtype=_FP32)
     yield partial(_recurrent, torch.empty(rows, 8192), _recurrent_rows(longs, rows))
     s = SamplingTensors(
         floats(rows), ints(rows), floats(rows), floats(rows), longs(rows), longs(rows), False, True,

@@ -17,7 +17,7 @@ from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.execution import build
 from runtime.execution.grouped import grouped_weight
 from tests.ops.gpu.tiny_decoder import make_device
-from tests.runtime.checkpoints.test_quantized_checkpoints import write_quantized
+from tests.runtime.checkpoints.test_quantized_checkpoints import write_gpt_oss, write_quantized
 from tests.runtime.models.tiny_models import Probe, expected_logits, open_runner, random_tokens
 
 if TYPE_CHECKING:
@@ -55,7 +55,24 @@ def test_codes_of_groups_stay_and_are_multiplied_as_their_values(
     qkv = decoder.layers[0][0].mixer.qkv
     assert isinstance(qkv, CodedLinear) == (KEPT[name] is not None)
     if isinstance(qkv, CodedLinear):
-        assert ("fp8" if qkv.floats else f"int{qkv.bits}", qkv.zeros) == KEPT[name]
+        assert (qkv.kind, qkv.zeros) == KEPT[name]
+    torch.testing.assert_close(got, expected_logits(model, tokens), atol=5e-5, rtol=5e-5)
+
+
+def test_experts_of_mxfp4_stay_and_are_multiplied_as_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = write_gpt_oss(tmp_path)
+    device = replace(make_device(GpuOps()), keeps_codes="groups")
+    monkeypatch.setattr(build, "open_device", lambda *_: device)
+    tokens = random_tokens(20)
+    runner = open_runner(tmp_path)
+    (got,) = Probe(runner).step({1: (0, tokens)})
+    decoder: Any = runner.decoder.model
+    runner.close()
+    experts = decoder.layers[0][1].mixer.experts
+    assert (experts.gate_up.kind, experts.down.kind) == ("mxfp4", "mxfp4")
+    assert experts.gate_up.codes.shape == (3, 320, 32)
     torch.testing.assert_close(got, expected_logits(model, tokens), atol=5e-5, rtol=5e-5)
 
 
@@ -73,6 +90,6 @@ def test_a_float_that_is_no_number_stays_one() -> None:
     matrix = GroupedMatrix("fp8", 4, 64, scales, None, lambda a, b: codes[a:b])
     kept = grouped_weight([matrix], torch.device("cpu"))
     assert kept is not None
-    assert kept.floats
+    assert kept.kind == "fp8"
     codes[3, 9] = 255
     assert grouped_weight([matrix], torch.device("cpu")) is None

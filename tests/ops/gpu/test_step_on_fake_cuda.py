@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from ops.coded_weight import GROUP_KINDS
 from ops.gpu.op_set import GpuOps
 from ops.op_set import Expert, GroupedWeight, PackedEmbedding, Routing
 from runtime.execution.device import Device, Fence
@@ -201,9 +202,9 @@ def test_experts_are_computed_without_a_wait() -> None:
         assert (out.shape, out.device.type) == ((9, 48), "cuda")
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["int4", "int8", "mxfp4"])
 @pytest.mark.parametrize("tokens", [3, 40])
-def test_integers_are_packed_and_multiplied_without_a_wait(bits: int, tokens: int) -> None:
+def test_codes_are_packed_and_multiplied_without_a_wait(kind: str, tokens: int) -> None:
     """In a layer, an embedding and experts; few tokens and many."""
     ops, where = GpuOps(), torch.device("cuda")
 
@@ -211,11 +212,12 @@ def test_integers_are_packed_and_multiplied_without_a_wait(bits: int, tokens: in
         codes, zeros = (
             torch.empty(n, count, dtype=torch.uint8, device=where) for count in (k, k // 32)
         )
-        return GroupedWeight(bits, codes, torch.empty(n, k // 32, device=where), zeros)
+        scales = torch.empty(n, k // 32, device=where)
+        return GroupedWeight(kind, codes, scales, zeros if kind.startswith("int") else None)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         packed = ops.pack_linear(grouped(96, 544), torch.empty(96, device=where))
-        assert packed.codes.nbytes == 96 * 544 * bits // 8
+        assert packed.codes.nbytes == 96 * 544 * GROUP_KINDS[kind] // 8
         ids = torch.zeros(tokens, dtype=torch.int64, device=where)
         x = ops.embed(ids, PackedEmbedding(packed, "bfloat16"))
         out = ops.linear(x, packed)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ops.coded_weight import GROUP_KINDS
 from ops.gpu import coded_linear
 from ops.gpu.op_set import GpuOps
 from ops.op_set import Expert, GroupedWeight, PackedEmbedding, Routing
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OPS = GpuOps()
+# OCP microscaling formats 1.0, table 4: a sign, two bits of exponent, one of mantissa.
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 
 pytestmark = [
@@ -29,10 +32,10 @@ pytestmark = [
 
 
 def grouped(
-    n: int, k: int, kind: int | str, group: int, *, zeros: bool, seed: int = 0
+    n: int, k: int, kind: str, group: int, *, zeros: bool, seed: int = 0
 ) -> tuple[GroupedWeight, Tensor]:
-    """A weight of so many bits or of "fp8", and its values."""
-    bits = kind if isinstance(kind, int) else 8
+    """A weight, and its values."""
+    bits = GROUP_KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     codes, stored = (
         torch.randint(0, 2**bits, shape, generator=generator, dtype=torch.uint8)
@@ -43,10 +46,14 @@ def grouped(
         codes[codes & 127 == 127] = 3  # no NaN
         numbers = codes.view(torch.float8_e4m3fn).float()
         values = scales.repeat_interleave(group, 1) * numbers
-        return GroupedWeight(bits, codes, scales, None, floats=True), values
+        return GroupedWeight(kind, codes, scales, None), values
+    if kind == "mxfp4":
+        scales = torch.exp2(scales.log2().round())
+        values = scales.repeat_interleave(group, 1) * torch.tensor(E2M1)[codes.long()]
+        return GroupedWeight(kind, codes, scales, None), values
     spread = [part.repeat_interleave(group, 1) for part in (stored.float(), scales)]
     values = spread[1] * (codes.float() - (spread[0] if zeros else 2 ** (bits - 1)))
-    return GroupedWeight(bits, codes, scales, stored if zeros else None), values
+    return GroupedWeight(kind, codes, scales, stored if zeros else None), values
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 9) -> Tensor:
@@ -56,23 +63,25 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 9) -> Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
 @pytest.mark.parametrize("tokens", [1, 16, 70])
 @pytest.mark.parametrize(
-    ("bits", "n", "k", "group", "zeros"),
+    ("kind", "n", "k", "group", "zeros"),
     [
-        (4, 37, 256, 128, True),
-        (4, 70, 544, 32, False),  # of several splits, the last one shorter
-        (4, 64, 192, 64, True),
-        (8, 37, 256, 256, False),
-        (8, 33, 544, 32, True),
-        (8, 16, 384, 128, True),
+        ("int4", 37, 256, 128, True),
+        ("int4", 70, 544, 32, False),  # of several splits, the last one shorter
+        ("int4", 64, 192, 64, True),
+        ("int8", 37, 256, 256, False),
+        ("int8", 33, 544, 32, True),
+        ("int8", 16, 384, 128, True),
         ("fp8", 33, 544, 32, False),
         ("fp8", 20, 256, 256, False),
+        ("mxfp4", 33, 544, 32, False),
+        ("mxfp4", 70, 96, 32, False),
     ],
 )
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(16)
 def test_products_are_those_of_the_values(
-    bits: int | str, n: int, k: int, group: int, zeros: bool, tokens: int, dtype: torch.dtype
+    kind: str, n: int, k: int, group: int, zeros: bool, tokens: int, dtype: torch.dtype
 ) -> None:
-    weight, values = grouped(n, k, bits, group, zeros=zeros)
+    weight, values = grouped(n, k, kind, group, zeros=zeros)
     bias, x = randn(n, dtype=dtype), randn(tokens, k + 16, dtype=dtype)[:, :k]
     got = OPS.linear(x, OPS.pack_linear(weight, bias))
     assert got.dtype == dtype
@@ -87,10 +96,10 @@ def test_a_small_matrix_is_cut_and_a_large_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_token_is_the_same_alone_to_the_bit(bits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["int4", "int8", "mxfp4"])
+def test_a_token_is_the_same_alone_to_the_bit(kind: str, dtype: torch.dtype) -> None:
     """In tiles of another size, and with splits summed by programs of their own."""
-    weight, _ = grouped(40, 544, bits, 32, zeros=True)
+    weight, _ = grouped(40, 544, kind, 32, zeros=True)
     packed, x = OPS.pack_linear(weight, randn(40)), randn(37, 544, dtype=dtype)
     with products_rounded_once():
         together = OPS.linear(x, packed)
@@ -98,10 +107,11 @@ def test_a_token_is_the_same_alone_to_the_bit(bits: int, dtype: torch.dtype) -> 
             assert torch.equal(OPS.linear(x[some], packed), together[some])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
-def test_an_embedding_shares_its_rows_with_the_output_layer(bits: int, zeros: bool) -> None:
-    kind = "fp8" if bits == 8 and not zeros else bits
+@pytest.mark.parametrize(
+    ("kind", "zeros"),
+    [("int4", False), ("int4", True), ("int8", True), ("fp8", False), ("mxfp4", False)],
+)
+def test_an_embedding_shares_its_rows_with_the_output_layer(kind: str, zeros: bool) -> None:
     weight, values = grouped(50, 128, kind, 64, zeros=zeros)
     packed = OPS.pack_linear(weight.first_rows(48))
     ids = torch.tensor([0, 47, 3, 3])
@@ -117,24 +127,34 @@ def test_every_float_of_eight_bits_is_read() -> None:
     """The smallest and the largest among them, in float16 and float32."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[codes & 127 != 127].repeat(2)[:288].view(9, 32)
-    packed = OPS.pack_linear(GroupedWeight(8, codes, torch.ones(9, 1), None, floats=True))
+    packed = OPS.pack_linear(GroupedWeight("fp8", codes, torch.ones(9, 1), None))
     for dtype in (torch.float32, torch.float16):
         got = OPS.linear(torch.eye(32, dtype=dtype), packed)
         assert torch.equal(got.T, codes.view(torch.float8_e4m3fn).to(dtype))
 
 
+def test_every_float_of_four_bits_is_read() -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat(18).view(9, 32)
+    packed = OPS.pack_linear(GroupedWeight("mxfp4", codes, torch.ones(9, 1), None))
+    for dtype in (torch.float32, torch.float16):
+        got = OPS.linear(torch.eye(32, dtype=dtype), packed)
+        assert torch.equal(got.T, torch.tensor(E2M1, dtype=dtype)[codes.long()])
+
+
 def test_no_tokens_give_no_outputs() -> None:
-    packed = OPS.pack_linear(grouped(32, 64, 4, 32, zeros=True)[0])
+    packed = OPS.pack_linear(grouped(32, 64, "int4", 32, zeros=True)[0])
     assert OPS.linear(torch.empty(0, 64), packed).shape == (0, 32)
 
 
-@pytest.mark.parametrize(("bits", "zeros"), [(4, True), (8, False), ("fp8", False)])
-def test_experts_of_codes_are_those_of_their_values(bits: int | str, zeros: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "zeros"), [("int4", True), ("int8", False), ("fp8", False), ("mxfp4", False)]
+)
+def test_experts_of_codes_are_those_of_their_values(kind: str, zeros: bool) -> None:
     count, hidden, inner, tokens = 5, 64, 96, 11
     coded, floats = [], []
     for e in range(count):
-        gate_up, gate_up_values = grouped(2 * inner, hidden, bits, 32, zeros=zeros, seed=e)
-        down, down_values = grouped(hidden, inner, bits, 96, zeros=zeros, seed=e + 50)
+        gate_up, gate_up_values = grouped(2 * inner, hidden, kind, 32, zeros=zeros, seed=e)
+        down, down_values = grouped(hidden, inner, kind, 96, zeros=zeros, seed=e + 50)
         biases = randn(2 * inner, seed=e), randn(hidden, seed=e + 50)
         coded.append(Expert(gate_up, down, *biases))
         floats.append(Expert(gate_up_values, down_values, *biases))
