@@ -33,9 +33,10 @@ from server.loading import make_scheduler
 from server.service import Parts, Service, make_service
 from server.serving import serve
 from tests.fakes import IM_END
-from tests.world.clients import Client, Excuses, judge
+from tests.world.clients import Client
 from tests.world.device import WorldRunner
 from tests.world.faults import Faults, shared_tokenizer, world_around, world_tokenizer
+from tests.world.judge import Excuses, judge
 from tests.world.loop import LAST_SECOND, Hang, WorldLoop
 from tests.world.network import ListeningSocket, Network
 from tests.world.traffic import CONTEXT, MODEL, Author
