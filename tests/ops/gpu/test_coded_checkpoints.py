@@ -17,7 +17,7 @@ from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.execution import build
 from runtime.execution.grouped import grouped_weight
 from tests.ops.gpu.tiny_decoder import make_device
-from tests.runtime.checkpoints.test_quantized_checkpoints import write_gpt_oss, write_quantized
+from tests.runtime.checkpoints.quantized_formats import write_gpt_oss, write_quantized
 from tests.runtime.models.tiny_models import Probe, expected_logits, open_runner, random_tokens
 
 if TYPE_CHECKING:
