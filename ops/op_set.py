@@ -211,12 +211,14 @@ class GroupedWeight:
         scales: [N, groups] float32. zeros: of integers, alike, uint8; None: all are 2^(bits - 1).
             Where there are zeros, the last 8 bits of a scale are 0, as those of all 16-bit floats
             are.
+        table: [16] float32, what codes of "nf4" stand for; else None.
     """
 
     kind: str
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
+    table: Tensor | None = None
 
     def rows(self, at: slice | Tensor) -> GroupedWeight:
         zeros = None if self.zeros is None else self.zeros[at]

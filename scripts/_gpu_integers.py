@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from scripts._gpu_speed import Limits
 
 _GROUP = 128  # of all but mxfp4, whose groups are of 32
-_KINDS = ("int4", "int8", "fp8", "mxfp4")
+_KINDS = ("int4", "int8", "fp8", "nf4", "mxfp4")
 _LAYER = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))  # qkv, o, gate and up, down
 
 
@@ -39,20 +39,25 @@ def _weight(device: Device, n: int, k: int, kind: str, group: int, zeros: bool) 
     scales = (torch.rand(n, k // group, **where) + 0.5) * (k**-0.5 * 4 / 2**bits)
     if kind == "fp8":
         codes.remainder_(112)  # the finite positive ones up to 128
-    return GroupedWeight(kind, codes, scales.half().float(), stored if zeros else None)
+    table = 8 * torch.linspace(-1, 1, 16, **where) ** 3 if kind == "nf4" else None
+    return GroupedWeight(kind, codes, scales.half().float(), stored if zeros else None, table)
 
 
 def _packed(device: Device, weight: Any) -> Any:
     return device.ops.pack_linear(weight)
 
 
-def _values(weight: GroupedWeight) -> Tensor:
+def _values(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+    """float32; those of a table as they are rounded to the type of x."""
     group = weight.codes.shape[1] // weight.scales.shape[1]
     if weight.kind in ("fp8", "mxfp4"):
         values = weight.codes.view(torch.float8_e4m3fn).float()
         if weight.kind == "mxfp4":
             values = values.new_tensor(E2M1_VALUES)[weight.codes.long()]
         return weight.scales.repeat_interleave(group, 1) * values
+    if weight.table is not None:
+        values = weight.scales.repeat_interleave(group, 1) * weight.table[weight.codes.long()]
+        return values.to(dtype).float()
     zeros = torch.full_like(weight.scales, 2 ** (GROUP_KINDS[weight.kind] - 1))
     if weight.zeros is not None:
         zeros = weight.zeros.float()
@@ -71,7 +76,7 @@ def check_integers(device: Device, *, tiny: bool) -> Iterator[Check]:
             packed = _packed(device, weight)
             x = torch.randn(20 if tiny else 300, k, device=device.torch_device).to(device.dtype)
             together = device.ops.linear(x, packed)
-            error = relative_error(together, x.float() @ _values(weight).T)
+            error = relative_error(together, x.float() @ _values(weight, device.dtype).T)
             yield Check(name, error <= limit, f"error {error:.1e}, allowed {limit:.0e}")
             cuts = (slice(0, 1), slice(3, 19), slice(1, 18))
             same = [torch.equal(device.ops.linear(x[cut], packed), together[cut]) for cut in cuts]

@@ -498,6 +498,7 @@ PLANTS = [
         ("// BLOCK_M + middle <= tile", "// BLOCK_M + middle < tile"),
         ("live = place < end", "live = place <= end"),
         ("row = token * TOP_K + choice", "row = token + choice"),
+        ("table += expert * 16", "table += expert"),
     ),
     *_planted(
         "kernels",
@@ -506,6 +507,10 @@ PLANTS = [
         ("word = word & -256", "word = word & -128"),
         ("sign = (bits & 8) << 12", "sign = (bits & 8) << 11"),
         ("* 16384.0", "* 8192.0"),
+        (
+            "tl.where(third, _of_four(odd, second, levels, 12)",
+            "tl.where(third, _of_four(odd, second, levels, 4)",
+        ),
         ("tl.minimum(begin + SPLIT, k)", "begin + SPLIT"),
         ("row += tl.program_id(2).to(tl.int64) * num_tokens", "pass"),
     ),

@@ -6,6 +6,9 @@ Decisions:
 - The integers less their zero, and the floats, are exact in every type of x, so a product takes
   them as they are, and its float32 sum over a group is multiplied by the group's scale. Nothing is
   rounded that the float model of the same values does not round.
+- A float of a table ("nf4") is exact in float32 alone. It is multiplied by its scale there and
+  rounded to the type of x, which is the weight that bitsandbytes multiplies by, and the float
+  model, too. Fifteen selections find it in registers by the bits of its code.
 - Of two codes of 4 bits in a byte, the low one stands `piece` inputs before the high one: both
   halves of a byte are whole tiles, and none is taken apart and put together.
 - Weights are the left operand, for a Hopper's tensor cores take that one from registers, where
@@ -53,7 +56,7 @@ class CodedLinear:
         scales: [groups, N] int32, the bits of float32. kind: a key of `GROUP_KINDS`.
         zeros: the last 8 bits of scales are the groups' zeros, as codes are; else all zeros are in
             the middle.
-        n: outputs, the first of N.
+        n: outputs, the first of N. table: [16] float32, what codes of "nf4" stand for.
     """
 
     codes: Tensor
@@ -62,6 +65,34 @@ class CodedLinear:
     kind: str
     zeros: bool
     n: int
+    table: Tensor | None = None
+
+
+@triton.jit
+def _levels(table):
+    return (
+        tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3),
+        tl.load(table + 4), tl.load(table + 5), tl.load(table + 6), tl.load(table + 7),
+        tl.load(table + 8), tl.load(table + 9), tl.load(table + 10), tl.load(table + 11),
+        tl.load(table + 12), tl.load(table + 13), tl.load(table + 14), tl.load(table + 15),
+    )  # fmt: skip
+
+
+@triton.jit
+def _of_four(odd, second, levels, AT: tl.constexpr):
+    low = tl.where(odd, levels[AT + 1], levels[AT])
+    high = tl.where(odd, levels[AT + 3], levels[AT + 2])
+    return tl.where(second, high, low)
+
+
+@triton.jit
+def _level(codes, levels):
+    """levels[codes], by the codes' bits."""
+    odd, second = (codes & 1) != 0, (codes & 2) != 0
+    third, fourth = (codes & 4) != 0, (codes & 8) != 0
+    low = tl.where(third, _of_four(odd, second, levels, 4), _of_four(odd, second, levels, 0))
+    high = tl.where(third, _of_four(odd, second, levels, 12), _of_four(odd, second, levels, 8))
+    return tl.where(fourth, high, low)
 
 
 @triton.jit
@@ -97,7 +128,7 @@ def _values(codes, dtype: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def coded_product(
-    x_at, live, codes, scales, column, n, begin, end, row_bytes, scale_stride,
+    x_at, live, codes, scales, table, column, n, begin, end, row_bytes, scale_stride,
     KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
     HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -109,6 +140,8 @@ def coded_product(
     codes_at = codes + (column.to(tl.int64) * row_bytes)[:, None] + inner[None, :]
     dtype = x_at.dtype.element_ty
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if KIND == "nf4":
+        levels = _levels(table)
     for start in tl.range(begin, end, 2 * PIECE):
         word = tl.load(scales + (start // GROUP) * scale_stride + column, mask=there, other=0)
         if HAS_ZEROS:
@@ -125,18 +158,25 @@ def coded_product(
                 code = (both >> 4) & 15 if half else both & 15
             else:
                 code = tl.load(codes_at + start + half * PIECE, mask=there[:, None], other=0)
-            wide = _values(code, dtype, KIND)
+            if KIND == "nf4":
+                scale = word.to(tl.float32, bitcast=True)[:, None]
+                wide = (_level(code, levels) * scale).to(dtype)
+            else:
+                wide = _values(code, dtype, KIND)
             if HAS_ZEROS or KIND == "int4":
                 wide -= none
             a = tl.load(x_at + start + half * PIECE, mask=live[None, :], other=0.0)
             part = tl.dot(wide, a, part, input_precision="ieee")
-        acc += part * word.to(tl.float32, bitcast=True)[:, None]
+        if KIND == "nf4":
+            acc += part
+        else:
+            acc += part * word.to(tl.float32, bitcast=True)[:, None]
     return acc
 
 
 @step_kernel("num_tokens")
 def _coded_linear_kernel(
-    x, codes, scales, bias, out, num_tokens, n, k, x_stride, row_bytes, scale_stride,
+    x, codes, scales, table, bias, out, num_tokens, n, k, x_stride, row_bytes, scale_stride,
     SPLIT: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     PIECE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, APART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -154,7 +194,7 @@ def _coded_linear_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for begin in tl.range(first, tl.minimum(first + SPLIT, k) if APART else k, SPLIT):
         acc += coded_product(
-            x + token * x_stride, live, codes, scales, column, n, begin,
+            x + token * x_stride, live, codes, scales, table, column, n, begin,
             tl.minimum(begin + SPLIT, k), row_bytes, scale_stride,
             KIND, BITS, GROUP, PIECE, HAS_ZEROS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
@@ -207,7 +247,8 @@ def split_of(n: int, k: int, chunk: int) -> int:
 
 
 def _linear(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: str, zeros: bool, n: int
+    x: Tensor, codes: Tensor, scales: Tensor, table: Tensor | None, bias: Tensor | None, kind: str,
+    zeros: bool, n: int,
 ) -> Tensor:  # fmt: skip
     tokens, k = x.shape
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
@@ -221,7 +262,7 @@ def _linear(
     target = torch.empty((splits, tokens, n), device=x.device) if apart else out
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(n, tile.block_n), splits if apart else 1)
     _coded_linear_kernel[grid](
-        x, codes, scales, bias, target, tokens, n, k, x.stride(0), codes.stride(0),
+        x, codes, scales, table, bias, target, tokens, n, k, x.stride(0), codes.stride(0),
         scales.stride(0), SPLIT=split, KIND=kind, BITS=GROUP_KINDS[kind], GROUP=group, PIECE=piece,
         HAS_ZEROS=zeros, HAS_BIAS=bias is not None and not apart, APART=apart,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -235,10 +276,10 @@ def _linear(
 
 
 _linear_op = register(
-    "coded_linear(Tensor x, Tensor codes, Tensor scales, Tensor? bias, str kind, bool zeros, int n)"
-    " -> Tensor",
+    "coded_linear(Tensor x, Tensor codes, Tensor scales, Tensor? table, Tensor? bias, str kind, "
+    "bool zeros, int n) -> Tensor",
     _linear,
-    lambda x, codes, scales, bias, kind, zeros, n: x.new_empty((x.shape[0], n)),
+    lambda x, codes, scales, table, bias, kind, zeros, n: x.new_empty((x.shape[0], n)),
 )
 
 
@@ -251,7 +292,7 @@ def coded_linear(x: Tensor, packed: CodedLinear) -> Tensor:
     the weights as floats.
     """
     p = packed
-    out: Tensor = _linear_op(x, p.codes, p.scales, p.bias, p.kind, p.zeros, p.n)
+    out: Tensor = _linear_op(x, p.codes, p.scales, p.table, p.bias, p.kind, p.zeros, p.n)
     return out
 
 
@@ -268,7 +309,7 @@ def pack(weight: GroupedWeight, bias: Tensor | None) -> CodedLinear:
         scales = scales | _as_kept(weight.zeros, weight.kind).view(torch.uint8)
     has_zeros = weight.zeros is not None
     scales = scales.t().contiguous()
-    return CodedLinear(codes, scales, bias, weight.kind, has_zeros, n)
+    return CodedLinear(codes, scales, bias, weight.kind, has_zeros, n, weight.table)
 
 
 def _as_kept(codes: Tensor, kind: str) -> Tensor:
@@ -286,13 +327,16 @@ def unpacked_rows(ids: Tensor, packed: CodedLinear) -> Tensor:
     if packed.zeros:
         zeros = (words & 255).to(torch.int8)
         words = words & -256
-    wide = _floats(codes, packed.kind).unflatten(1, (groups, -1)) - zeros[..., None]
+    wide = _floats(codes, packed).unflatten(1, (groups, -1)) - zeros[..., None]
     values: Tensor = wide * words.contiguous().view(torch.float32)[..., None]
     return values.flatten(1)
 
 
-def _floats(codes: Tensor, kind: str) -> Tensor:
+def _floats(codes: Tensor, packed: CodedLinear) -> Tensor:
     """What unpacked codes stand for, float32."""
+    kind = packed.kind
+    if packed.table is not None:
+        return packed.table[codes.long()]
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
     if kind == "mxfp4":
@@ -304,8 +348,10 @@ def _floats(codes: Tensor, kind: str) -> Tensor:
 
 def stacked(layers: Sequence[CodedLinear]) -> CodedLinear:
     """The layers of all experts in one. All have zeros, or none has."""
+    tables = [layer.table for layer in layers if layer.table is not None]
     return replace(
         layers[0],
         codes=torch.stack([layer.codes for layer in layers]),
         scales=torch.stack([layer.scales for layer in layers]),
+        table=torch.stack(tables) if tables else None,
     )

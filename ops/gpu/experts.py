@@ -53,7 +53,7 @@ def _expert_of_tile(starts, num_experts, tile, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _grouped_linear_kernel(
-    x, weight, scales, bias, out, order, starts, num_experts, n, k, x_stride, top_k, groups,
+    x, weight, scales, table, bias, out, order, starts, num_experts, n, k, x_stride, top_k, groups,
     SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, KIND: tl.constexpr,
     BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -77,9 +77,11 @@ def _grouped_linear_kernel(
     columns = (column < n)[:, None]
     if BITS:
         row_bytes, at = k * BITS // 8, expert.to(tl.int64) * groups * n
+        if KIND == "nf4":
+            table += expert * 16
         acc = tl.trans(
             coded_product(
-                x_at, live, weight + of_expert * row_bytes, scales + at, column, n, 0, k,
+                x_at, live, weight + of_expert * row_bytes, scales + at, table, column, n, 0, k,
                 row_bytes, n,
                 KIND, BITS, GROUP, BLOCK_K, HAS_ZEROS, BLOCK_M, BLOCK_N,
             )
@@ -132,8 +134,8 @@ def experts_tile(itemsize: int, chip: Chip) -> tuple[Tile, int]:
 
 
 def _grouped_linear(
-    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, order: Tensor,
-    starts: Tensor, kind: str, zeros: bool, top_k: int, scatter: bool,
+    x: Tensor, weight: Tensor, scales: Tensor | None, table: Tensor | None, bias: Tensor | None,
+    order: Tensor, starts: Tensor, kind: str, zeros: bool, top_k: int, scatter: bool,
 ) -> Tensor:  # fmt: skip
     """kind: "" where the weight has x's type, and no scales."""
     (experts, n), k = weight.shape[:2], x.shape[1]
@@ -147,7 +149,7 @@ def _grouped_linear(
         tile, block_k = coded_tile(False, x.element_size(), chip_of(x)), piece_of(k // groups)
     grid = (pairs // tile.block_m + experts, triton.cdiv(n, tile.block_n))
     _grouped_linear_kernel[grid](
-        x, weight, scales, bias, out, order, starts, experts, n, k, x.stride(0), top_k,
+        x, weight, scales, table, bias, out, order, starts, experts, n, k, x.stride(0), top_k,
         groups, SCATTER=scatter, HAS_BIAS=bias is not None, EVEN_K=k % block_k == 0,
         KIND=kind, BITS=GROUP_KINDS.get(kind, 0), HAS_ZEROS=zeros, GROUP=k // groups,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k,
@@ -168,10 +170,12 @@ def _combine(each: Tensor, weights: Tensor) -> Tensor:
 
 
 _grouped_linear_op = register(
-    "grouped_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor order, "
-    "Tensor starts, str kind, bool zeros, int top_k, bool scatter) -> Tensor",
+    "grouped_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? table, Tensor? bias, "
+    "Tensor order, Tensor starts, str kind, bool zeros, int top_k, bool scatter) -> Tensor",
     _grouped_linear,
-    lambda x, weight, scales, bias, order, *_: x.new_empty((order.shape[0], weight.shape[1])),
+    lambda x, weight, scales, table, bias, order, *_: x.new_empty(
+        (order.shape[0], weight.shape[1])
+    ),
 )
 _combine_op = register(
     "combine_experts(Tensor each, Tensor weights) -> Tensor",
@@ -201,11 +205,12 @@ def _product(
     x: Tensor, weight: Any, bias: Tensor | None, order: Tensor, starts: Tensor, top_k: int,
     scatter: bool,
 ) -> Tensor:  # fmt: skip
-    scales, kind, zeros = None, "", False
+    scales, table, kind, zeros = None, None, "", False
     if isinstance(weight, CodedLinear):
-        scales, kind, zeros, weight = weight.scales, weight.kind, weight.zeros, weight.codes
+        scales, table, kind, zeros = weight.scales, weight.table, weight.kind, weight.zeros
+        weight = weight.codes
     out: Tensor = _grouped_linear_op(
-        x, weight, scales, bias, order, starts, kind, zeros, top_k, scatter
+        x, weight, scales, table, bias, order, starts, kind, zeros, top_k, scatter
     )
     return out
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ops.coded_weight import CodedMatrix
 
 _ROWS = 4096  # that are unpacked at a time
-KINDS = ("int4", "int8", "fp8", "mxfp4")  # that op sets keep
+KINDS = ("int4", "int8", "fp8", "nf4", "mxfp4")  # that op sets keep
 
 
 def is_kept(matrix: GroupedMatrix) -> bool:
@@ -35,6 +35,9 @@ def grouped_weight(
         return None
     kind, group, k = parts[0].kind, parts[0].group, parts[0].k
     scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
+    table = parts[0].table
+    if any(part.table is not None and bool((part.table != table).any()) for part in parts):
+        return None
     zeros = [part.zeros for part in parts if part.zeros is not None]
     if all((zero == 1 << (GROUP_KINDS[kind] - 1)).all() for zero in zeros):
         zeros = []
@@ -53,4 +56,5 @@ def grouped_weight(
         codes,
         torch.from_numpy(scales).to(device),
         torch.from_numpy(np.concatenate(zeros)).to(device) if zeros else None,
+        None if table is None else torch.from_numpy(table.copy()).to(device),
     )

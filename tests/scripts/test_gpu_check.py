@@ -137,7 +137,7 @@ def test_a_tiny_run_checks_and_measures_everything(tmp_path: Path) -> None:
         assert part in verdicts
     assert {row["op"] for row in results["ops"]} >= {"rms_norm", "rotary", "sample greedy"}
     assert [row["tokens"] for row in results["experts"]] == [3]
-    assert [row["kind"] for row in results["integers"]] == ["int4", "int8", "fp8", "mxfp4"]
+    assert [row["kind"] for row in results["integers"]] == ["int4", "int8", "fp8", "nf4", "mxfp4"]
     measured = results["models"]["tiny"]
     assert [row["batch"] for row in measured["decode"]] == [1, 2, 4]
     assert measured["rows_that_pay"] in (1, 2, 4)

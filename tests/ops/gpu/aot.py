@@ -348,6 +348,7 @@ def _grouped(n: int, k: int, kind: str, group: int, *, zeros: bool) -> GroupedWe
         torch.empty(n, k, dtype=torch.uint8),
         scales,
         torch.empty_like(scales, dtype=torch.uint8) if zeros else None,
+        torch.empty(16) if kind == "nf4" else None,
     )
 
 
@@ -433,6 +434,9 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_few_int8": lambda: _coded("int8", tokens=9, group=4096),
     "linear_few_fp8": lambda: _coded("fp8", tokens=1),
     "linear_many_fp8": lambda: _coded("fp8", tokens=300),
+    "experts_nf4": lambda: _experts(_BF16, kind="nf4", group=64),
+    "linear_few_nf4": lambda: _coded("nf4", tokens=1, group=64),
+    "linear_many_nf4": lambda: _coded("nf4", tokens=300, group=64),
     "linear_few_mxfp4": lambda: _coded("mxfp4", tokens=1, group=32),
     "linear_many_mxfp4": lambda: _coded("mxfp4", tokens=300, group=32),
     "linear_narrow_int4": lambda: _coded("int4", tokens=1, dtype=_FP16, group=32),

@@ -36,6 +36,8 @@ KEPT = {
     "fp8-tensor": ("fp8", False),
     "fp8-narrow-blocks": ("fp8", False),
     "fp8-blocks": None,
+    "nf4": ("nf4", False),
+    "nf4-nested": ("nf4", False),
 }
 
 

@@ -202,7 +202,7 @@ def test_experts_are_computed_without_a_wait() -> None:
         assert (out.shape, out.device.type) == ((9, 48), "cuda")
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "nf4", "mxfp4"])
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_codes_are_packed_and_multiplied_without_a_wait(kind: str, tokens: int) -> None:
     """In a layer, an embedding and experts; few tokens and many."""
@@ -213,7 +213,8 @@ def test_codes_are_packed_and_multiplied_without_a_wait(kind: str, tokens: int) 
             torch.empty(n, count, dtype=torch.uint8, device=where) for count in (k, k // 32)
         )
         scales = torch.empty(n, k // 32, device=where)
-        return GroupedWeight(kind, codes, scales, zeros if kind.startswith("int") else None)
+        table = torch.empty(16, device=where) if kind == "nf4" else None
+        return GroupedWeight(kind, codes, scales, zeros if kind.startswith("int") else None, table)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         packed = ops.pack_linear(grouped(96, 544), torch.empty(96, device=where))

@@ -47,6 +47,10 @@ def grouped(
         numbers = codes.view(torch.float8_e4m3fn).float()
         values = scales.repeat_interleave(group, 1) * numbers
         return GroupedWeight(kind, codes, scales, None), values
+    if kind == "nf4":
+        table = torch.rand(16, generator=generator) * 4 - 2
+        values = scales.repeat_interleave(group, 1) * table[codes.long()]
+        return GroupedWeight(kind, codes, scales, None, table), values
     if kind == "mxfp4":
         scales = torch.exp2(scales.log2().round())
         values = scales.repeat_interleave(group, 1) * torch.tensor(E2M1)[codes.long()]
@@ -74,10 +78,12 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 9) -> Ten
         ("fp8", 33, 544, 32, False),
         ("fp8", 20, 256, 256, False),
         ("mxfp4", 33, 544, 32, False),
+        ("nf4", 33, 544, 32, False),
+        ("nf4", 37, 192, 64, False),
         ("mxfp4", 70, 96, 32, False),
     ],
 )
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(20)
 def test_products_are_those_of_the_values(
     kind: str, n: int, k: int, group: int, zeros: bool, tokens: int, dtype: torch.dtype
 ) -> None:
@@ -96,7 +102,7 @@ def test_a_small_matrix_is_cut_and_a_large_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
-@pytest.mark.parametrize("kind", ["int4", "int8", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "nf4", "mxfp4"])
 def test_a_token_is_the_same_alone_to_the_bit(kind: str, dtype: torch.dtype) -> None:
     """In tiles of another size, and with splits summed by programs of their own."""
     weight, _ = grouped(40, 544, kind, 32, zeros=True)
@@ -109,7 +115,14 @@ def test_a_token_is_the_same_alone_to_the_bit(kind: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(
     ("kind", "zeros"),
-    [("int4", False), ("int4", True), ("int8", True), ("fp8", False), ("mxfp4", False)],
+    [
+        ("int4", False),
+        ("int4", True),
+        ("int8", True),
+        ("fp8", False),
+        ("nf4", False),
+        ("mxfp4", False),
+    ],
 )
 def test_an_embedding_shares_its_rows_with_the_output_layer(kind: str, zeros: bool) -> None:
     weight, values = grouped(50, 128, kind, 64, zeros=zeros)
@@ -141,13 +154,22 @@ def test_every_float_of_four_bits_is_read() -> None:
         assert torch.equal(got.T, torch.tensor(E2M1, dtype=dtype)[codes.long()])
 
 
+def test_values_of_a_table_are_rounded_once_to_the_type_of_inputs() -> None:
+    """As bitsandbytes gives them to a product: the table times absmax in float32, then rounded."""
+    weight, values = grouped(24, 64, "nf4", 32, zeros=False)
+    packed = OPS.pack_linear(weight)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(OPS.linear(torch.eye(64, dtype=dtype), packed).T, values.to(dtype))
+
+
 def test_no_tokens_give_no_outputs() -> None:
     packed = OPS.pack_linear(grouped(32, 64, "int4", 32, zeros=True)[0])
     assert OPS.linear(torch.empty(0, 64), packed).shape == (0, 32)
 
 
 @pytest.mark.parametrize(
-    ("kind", "zeros"), [("int4", True), ("int8", False), ("fp8", False), ("mxfp4", False)]
+    ("kind", "zeros"),
+    [("int4", True), ("int8", False), ("fp8", False), ("nf4", False), ("mxfp4", False)],
 )
 def test_experts_of_codes_are_those_of_their_values(kind: str, zeros: bool) -> None:
     count, hidden, inner, tokens = 5, 64, 96, 11

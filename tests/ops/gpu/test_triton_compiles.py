@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 AOT = Path(__file__).with_name("aot.py")
 # What the names of cases end with whose keys and values are codes, or whose weights are.
-CODES = ("int8", "fp8", "int4", "mxfp4")
+CODES = ("int8", "fp8", "int4", "nf4", "mxfp4")
 PRODUCTS = ("_extend_kernel", "_split_kernel", "_grouped_linear_kernel", "_coded_linear_kernel")
 # Shared memory of a block, in bytes, to which a kernel may opt in where it is more than 48 KiB.
 SHARED_BYTES = {
@@ -209,7 +209,7 @@ def test_keys_and_values_are_copied_16_bytes_at_a_time(compiled: list[dict]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "nf4", "mxfp4"])
 def test_few_tokens_and_many_are_multiplied_by_the_same_instruction(
     compiled: list[dict], kind: str
 ) -> None:
