@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -112,11 +112,6 @@ class CodedMatrix:
     read: Callable[[int, int], Codes]
     order: NDArray[Any] | None = None
 
-    def is_ordered_as(self, other: CodedMatrix) -> bool:
-        if self.order is None or other.order is None:
-            return self.order is other.order
-        return bool((self.order == other.order).all())
-
     def every(self, step: int, first: int, count: int) -> CodedMatrix:
         """The matrix of so many of its rows: first, first + step, first + 2 step, ..."""
 
@@ -186,3 +181,10 @@ class CodedWeight:
         """The first `count` rows of a weight of one part."""
         (part,) = self.parts
         return CodedWeight((replace(part, n=count),))
+
+
+def are_in_one_order(matrices: Sequence[CodedMatrix | GroupedMatrix]) -> bool:
+    """Whether their k are in the order of the inputs, or all in the same other one."""
+    orders = [matrix.order for matrix in matrices if matrix.order is not None]
+    alike = all((order == orders[0]).all() for order in orders)
+    return alike and len(orders) in (0, len(matrices))

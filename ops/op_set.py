@@ -212,6 +212,7 @@ class GroupedWeight:
             Where there are zeros, the last 8 bits of a scale are 0, as those of all 16-bit floats
             are.
         table: [16] float32, what codes of "nf4" stand for; else None.
+        order: [K] int64, the inputs that its K take; None: they take them as they come.
     """
 
     kind: str
@@ -219,6 +220,7 @@ class GroupedWeight:
     scales: Tensor
     zeros: Tensor | None
     table: Tensor | None = None
+    order: Tensor | None = None
 
     def rows(self, at: slice | Tensor) -> GroupedWeight:
         zeros = None if self.zeros is None else self.zeros[at]

@@ -499,6 +499,7 @@ PLANTS = [
         ("live = place < end", "live = place <= end"),
         ("row = token * TOP_K + choice", "row = token + choice"),
         ("table += expert * 16", "table += expert"),
+        ("inner = inner.gather(1, packed.down.order[sorted_ids])", "pass"),
     ),
     *_planted(
         "kernels",
@@ -507,6 +508,7 @@ PLANTS = [
         ("word = word & -256", "word = word & -128"),
         ("sign = (bits & 8) << 12", "sign = (bits & 8) << 11"),
         ("* 16384.0", "* 8192.0"),
+        ("x = x.index_select(1, p.order)", "pass"),
         (
             "tl.where(third, _of_four(odd, second, levels, 12)",
             "tl.where(third, _of_four(odd, second, levels, 4)",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ops.coded_weight import CODE_SHAPES, CODED_ROWS
+from ops.coded_weight import CODE_SHAPES, CODED_ROWS, are_in_one_order
 from ops.cpu import structs
 from ops.cpu.arguments import NativeLinear
 from ops.cpu.library import KINDS, Library
@@ -39,7 +39,7 @@ def pack(
     for part in weight.parts:
         whole = part is weight.parts[-1] or part.n % CODED_ROWS == 0
         fits = part.k == weight.k and part.k % CODE_SHAPES[part.kind].span == 0
-        if not (fits and whole and part.is_ordered_as(weight.parts[0])):
+        if not (fits and whole and are_in_one_order((part, weight.parts[0]))):
             raise ValueError(f"part of shape {[part.n, part.k]}, of {part.kind}: does not fit")
     parts = tuple(_pack_matrix(library, take, part) for part in weight.parts)
     order = None if weight.order is None else torch.from_numpy(weight.order)

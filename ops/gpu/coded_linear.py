@@ -17,6 +17,8 @@ Decisions:
   products of nothing while it could read. Both add in the same order of K, a `chunk` at a time, so
   a token's result does not depend on how many there are: to the bit in the interpreter, and on a
   GPU where its tensor cores add alike in instructions of both widths (`gpu_check.py` compares).
+- Where K is in another order than the inputs (act-order), inputs are put into it by a launch of
+  their own: one that reads them so would fetch each alone, for every tile of outputs.
 - A small matrix has too few tiles to keep a chip reading. Its K is cut at fixed places, summed by a
   program for each piece where tokens are few, else piece by piece, and added up in their order:
   one more launch, and the same bits.
@@ -57,6 +59,7 @@ class CodedLinear:
         zeros: the last 8 bits of scales are the groups' zeros, as codes are; else all zeros are in
             the middle.
         n: outputs, the first of N. table: [16] float32, what codes of "nf4" stand for.
+        order: [K] int64, see `GroupedWeight`.
     """
 
     codes: Tensor
@@ -66,6 +69,7 @@ class CodedLinear:
     zeros: bool
     n: int
     table: Tensor | None = None
+    order: Tensor | None = None
 
 
 @triton.jit
@@ -292,6 +296,8 @@ def coded_linear(x: Tensor, packed: CodedLinear) -> Tensor:
     the weights as floats.
     """
     p = packed
+    if p.order is not None:
+        x = x.index_select(1, p.order)
     out: Tensor = _linear_op(x, p.codes, p.scales, p.table, p.bias, p.kind, p.zeros, p.n)
     return out
 
@@ -309,7 +315,7 @@ def pack(weight: GroupedWeight, bias: Tensor | None) -> CodedLinear:
         scales = scales | _as_kept(weight.zeros, weight.kind).view(torch.uint8)
     has_zeros = weight.zeros is not None
     scales = scales.t().contiguous()
-    return CodedLinear(codes, scales, bias, weight.kind, has_zeros, n, weight.table)
+    return CodedLinear(codes, scales, bias, weight.kind, has_zeros, n, weight.table, weight.order)
 
 
 def _as_kept(codes: Tensor, kind: str) -> Tensor:
@@ -329,7 +335,10 @@ def unpacked_rows(ids: Tensor, packed: CodedLinear) -> Tensor:
         words = words & -256
     wide = _floats(codes, packed).unflatten(1, (groups, -1)) - zeros[..., None]
     values: Tensor = wide * words.contiguous().view(torch.float32)[..., None]
-    return values.flatten(1)
+    values = values.flatten(1)
+    if packed.order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, packed.order, values)
 
 
 def _floats(codes: Tensor, packed: CodedLinear) -> Tensor:
@@ -348,10 +357,15 @@ def _floats(codes: Tensor, packed: CodedLinear) -> Tensor:
 
 def stacked(layers: Sequence[CodedLinear]) -> CodedLinear:
     """The layers of all experts in one. All have zeros, or none has."""
+    k = layers[0].codes.shape[1] * 8 // GROUP_KINDS[layers[0].kind]
+    as_they_come = torch.arange(k, device=layers[0].codes.device)
+    orders = [as_they_come if layer.order is None else layer.order for layer in layers]
+    in_order = all(layer.order is None for layer in layers)
     tables = [layer.table for layer in layers if layer.table is not None]
     return replace(
         layers[0],
         codes=torch.stack([layer.codes for layer in layers]),
         scales=torch.stack([layer.scales for layer in layers]),
         table=torch.stack(tables) if tables else None,
+        order=None if in_order else torch.stack(orders),
     )

@@ -231,8 +231,15 @@ def run_experts(
     sorted_ids, order = ids.flatten().sort(stable=True)
     every = torch.arange(count + 1, device=ids.device)
     starts = torch.searchsorted(sorted_ids, every, out_int32=True)
-    inner = _product(x, gate_up, packed.gate_up_bias, order, starts, top_k, False)
+    rows = x, order, top_k
+    if isinstance(gate_up, CodedLinear) and gate_up.order is not None:
+        # Copies of the tokens, already by expert, each with its features in its expert's order.
+        copies = x[order // top_k].gather(1, gate_up.order[sorted_ids])
+        rows = copies, torch.arange(len(order), device=ids.device), 1
+    inner = _product(rows[0], gate_up, packed.gate_up_bias, rows[1], starts, rows[2], False)
     inner = act_and_mul(inner, activation, ops)
+    if isinstance(packed.down, CodedLinear) and packed.down.order is not None:
+        inner = inner.gather(1, packed.down.order[sorted_ids])
     each = _product(inner, packed.down, packed.down_bias, order, starts, top_k, True)
     out: Tensor = _combine_op(each, weights.contiguous())
     return out

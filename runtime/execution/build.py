@@ -19,7 +19,6 @@ from runtime.errors import ConfigError, ModelError, shown
 from runtime.execution.cuda_graph_runner import CudaRecorder
 from runtime.execution.device import DTYPES, Device, open_device
 from runtime.execution.graph_capture import capture_graphs, plan_graphs
-from runtime.execution.grouped import is_kept
 from runtime.execution.kv_pool import bytes_per_state
 from runtime.execution.kv_sizing import check_memory, pool_sizes, work_bytes
 from runtime.execution.long_prompt_rows import LongPromptRows
@@ -138,7 +137,7 @@ def stored_weights(checkpoint: Checkpoint, published_form: str | None) -> Stored
         blocks = in_blocks(matrix)
         if blocks is not None:
             kinds.add(blocks.kind)
-        if isinstance(matrix, GroupedMatrix) and is_kept(matrix):
+        if isinstance(matrix, GroupedMatrix):
             group_kinds.add(matrix.kind)
     return StoredWeights(
         _checkpoint_dtype(checkpoint),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ops.coded_weight import GROUP_KINDS, GROUP_OF, GroupedMatrix
+from ops.coded_weight import GROUP_KINDS, GROUP_OF, GroupedMatrix, are_in_one_order
 from ops.op_set import GroupedWeight
 
 if TYPE_CHECKING:
@@ -16,24 +16,19 @@ if TYPE_CHECKING:
     from ops.coded_weight import CodedMatrix
 
 _ROWS = 4096  # that are unpacked at a time
-KINDS = ("int4", "int8", "fp8", "nf4", "mxfp4")  # that op sets keep
-
-
-def is_kept(matrix: GroupedMatrix) -> bool:
-    """Whether op sets have a place for its kind and its order of k."""
-    return matrix.kind in KINDS and matrix.order is None
 
 
 def grouped_weight(
     matrices: Sequence[CodedMatrix | GroupedMatrix | None], device: torch.device
 ) -> GroupedWeight | None:
-    """Matrices one below the other; None where they are not all in groups of one kind, or of one
-    that is not kept."""
-    found = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
-    parts = [matrix for matrix in found if is_kept(matrix)]
+    """Matrices one below the other; None where they are not all in groups of one kind and in one
+    order, or of groups that kernels have no place for."""
+    parts = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
     if len(parts) < len(matrices) or len({(part.kind, part.group) for part in parts}) != 1:
         return None
-    kind, group, k = parts[0].kind, parts[0].group, parts[0].k
+    if not are_in_one_order(parts):
+        return None
+    kind, group, k, order = parts[0].kind, parts[0].group, parts[0].k, parts[0].order
     scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
     table = parts[0].table
     if any(part.table is not None and bool((part.table != table).any()) for part in parts):
@@ -57,4 +52,5 @@ def grouped_weight(
         torch.from_numpy(scales).to(device),
         torch.from_numpy(np.concatenate(zeros)).to(device) if zeros else None,
         None if table is None else torch.from_numpy(table.copy()).to(device),
+        None if order is None else torch.from_numpy(order.astype(np.int64)).to(device),
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ops.coded_weight import CODED_ROWS, CodedWeight
+from ops.coded_weight import CODED_ROWS, CodedWeight, are_in_one_order
 from ops.op_set import GroupedWeight, PackedEmbedding
 from runtime.checkpoints.quantized.in_blocks import in_blocks
 from runtime.errors import ModelError
@@ -203,8 +203,7 @@ class _Reader:
 def _in_panels(found: Sequence[CodedMatrix | GroupedMatrix | None]) -> CodedWeight | None:
     parts = tuple(part for part in map(in_blocks, found) if part is not None)
     whole = len(parts) == len(found) and not any(part.n % CODED_ROWS for part in parts[:-1])
-    alike = all(part.is_ordered_as(parts[0]) for part in parts)
-    return CodedWeight(parts) if whole and alike else None
+    return CodedWeight(parts) if whole and are_in_one_order(parts) else None
 
 
 class WeightLoader:

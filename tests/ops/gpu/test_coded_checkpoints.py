@@ -29,7 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
 KEPT = {
     "gptq-4": ("int4", True),
     "gptq-8-symmetric": ("int8", False),
-    "gptq-8-act-order": None,
+    "gptq-v2-act-order": ("int4", True),
+    "w4a16-act-order": ("int4", False),
     "awq": ("int4", True),
     "w8a8-zeros": ("int8", True),
     "w4a16": ("int4", False),
@@ -95,3 +96,11 @@ def test_a_float_that_is_no_number_stays_one() -> None:
     assert kept.kind == "fp8"
     codes[3, 9] = 255
     assert grouped_weight([matrix], torch.device("cpu")) is None
+
+
+def test_matrices_in_two_orders_are_not_stacked() -> None:
+    codes, scales = np.full((4, 64), 3, np.uint8), np.ones((4, 1), np.float32)
+    plain = GroupedMatrix("fp8", 4, 64, scales, None, lambda a, b: codes[a:b])
+    turned, device = replace(plain, order=np.arange(64, dtype=np.int32)[::-1]), torch.device("cpu")
+    for pair, kept in (((plain, plain), True), ((turned, turned), True), ((plain, turned), False)):
+        assert (grouped_weight(pair, device) is not None) is kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,7 +215,9 @@ def test_codes_are_packed_and_multiplied_without_a_wait(kind: str, tokens: int) 
         )
         scales = torch.empty(n, k // 32, device=where)
         table = torch.empty(16, device=where) if kind == "nf4" else None
-        return GroupedWeight(kind, codes, scales, zeros if kind.startswith("int") else None, table)
+        order = torch.empty(k, dtype=torch.int64, device=where) if kind == "int4" else None
+        weight = GroupedWeight(kind, codes, scales, zeros, table, order)
+        return weight if kind.startswith("int") else replace(weight, zeros=None)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         packed = ops.pack_linear(grouped(96, 544), torch.empty(96, device=where))

@@ -162,6 +162,45 @@ def test_values_of_a_table_are_rounded_once_to_the_type_of_inputs() -> None:
         assert torch.equal(OPS.linear(torch.eye(64, dtype=dtype), packed).T, values.to(dtype))
 
 
+def turned(weight: GroupedWeight, values: Tensor, seed: int) -> tuple[GroupedWeight, Tensor]:
+    """The same codes, of inputs in another order."""
+    k = weight.codes.shape[1]
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
+    by_input = torch.empty_like(values)
+    by_input[:, order] = values
+    return replace(weight, order=order), by_input
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_inputs_are_taken_in_the_order_of_the_groups(tokens: int) -> None:
+    weight, values = turned(*grouped(37, 192, "int4", 64, zeros=True), seed=1)
+    packed, x = OPS.pack_linear(weight), randn(tokens, 192)
+    assert relative_error(OPS.linear(x, packed), x @ values.T) <= 1e-6
+    ids = torch.tensor([3, 36])
+    assert torch.equal(OPS.embed(ids, PackedEmbedding(packed, "float32")), values[ids])
+
+
+def test_experts_have_orders_of_their_own() -> None:
+    """All but the first, whose inputs are as they come."""
+    count, hidden, inner, tokens = 4, 64, 96, 7
+    coded, floats = [], []
+    for e in range(count):
+        layers = (
+            grouped(2 * inner, hidden, "int4", 32, zeros=True, seed=e),
+            grouped(hidden, inner, "int4", 32, zeros=True, seed=e + 50),
+        )
+        (gate_up, gate_up_values), (down, down_values) = (
+            turned(*layer, seed=e) if e else layer for layer in layers
+        )
+        coded.append(Expert(gate_up, down))
+        floats.append(Expert(gate_up_values, down_values))
+    ids, weights = route(randn(tokens, count), Routing(2, True))
+    x, reference = randn(tokens, hidden, seed=3), ReferenceOps()
+    got = OPS.run_experts(x, ids, weights, OPS.pack_experts(coded), "silu")
+    want = reference.run_experts(x, ids, weights, reference.pack_experts(floats), "silu")
+    assert relative_error(got, want) <= 1e-6
+
+
 def test_no_tokens_give_no_outputs() -> None:
     packed = OPS.pack_linear(grouped(32, 64, "int4", 32, zeros=True)[0])
     assert OPS.linear(torch.empty(0, 64), packed).shape == (0, 32)
