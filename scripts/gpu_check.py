@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.gpu.table import table
+
 SPEED_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 TIME_BUDGET_S = 330.0
 
@@ -100,13 +102,8 @@ def run(options: argparse.Namespace) -> Report:
     import torch
     import triton
 
-    from scripts import _gpu_correctness as correctness
-    from scripts import _gpu_experts as experts
-    from scripts import _gpu_integers as integers
-    from scripts import _gpu_memory as memory
-    from scripts import _gpu_models as models
-    from scripts import _gpu_speed as speed
-    from scripts._gpu_ops import single_ops
+    from scripts.gpu import correctness, experts, integers, memory, models, speed
+    from scripts.gpu.single_ops import single_ops
 
     tiny = options.tiny
     device = models.open_target(options.device)
@@ -161,19 +158,17 @@ def run(options: argparse.Namespace) -> Report:
 def build_checks(device: Any, *, tiny: bool) -> Any:
     """Those of `build_runner`, whose readers of checkpoints need packages that a machine which only
     checks its GPU may lack."""
-    from scripts._gpu_correctness import Check
+    from scripts.gpu.correctness import Check
 
     try:
-        from scripts._gpu_build import check_build
+        from scripts.gpu.build import check_build
     except ModuleNotFoundError as error:
         return [Check("build_runner", None, f"{error.name} is not installed")]
     return check_build(device, tiny=tiny)
 
 
 def measure_model(report: Report, device: Any, model: Any, limits: Any, tiny: bool) -> Any:
-    from scripts import _gpu_correctness as correctness
-    from scripts import _gpu_models as models
-    from scripts import _gpu_speed as speed
+    from scripts.gpu import correctness, models, speed
 
     report.note(f"{model.name}: weights and graphs")
     rows, tokens = (4, 512) if tiny else (512, 540_000)
@@ -219,79 +214,6 @@ def measure_model(report: Report, device: Any, model: Any, limits: Any, tiny: bo
         result["rows_that_pay"] = speed.rows_that_pay(result["decode"])
     runner.close()
     return result
-
-
-def table(results: dict[str, Any]) -> str:
-    """What was measured, as text."""
-    from runtime.config import SchedulerOptions
-
-    limits = results["limits"]
-    lines = [
-        "",
-        f"{results['machine']['device']}: copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s,"
-        f" matmul {limits['matmul_flops'] / 1e12:.0f} TFLOP/s",
-        "",
-        "op                            rows        us   bytes, us",
-        *(
-            f"{row['op']:28} {row['rows']:5d} {row['us']:9.1f} {row['byte_floor_us']:11.1f}"
-            for row in results.get("ops", ())
-        ),
-        "",
-        "experts                     tokens        us   bytes, us   FLOPs, us",
-        *(
-            f"{row['tokens']:34d} {row['us']:9.1f} {row['byte_floor_us']:11.1f}"
-            f" {row['flop_floor_us']:11.1f}"
-            for row in results.get("experts", ())
-        ),
-        "",
-        "layer of codes       tokens  kind      us   bytes, us   FLOPs, us   floats, us",
-        *(
-            f"{row['tokens']:27d} {row['kind']:>5} {row['us']:7.1f} {row['byte_floor_us']:11.1f}"
-            f" {row['flop_floor_us']:11.1f} {row['float_us']:12.1f}"
-            for row in results.get("integers", ())
-        ),
-        "",
-        "extend attention   prefix    new   TFLOP/s   flash   share",
-    ]
-    for row in results.get("extend_attention", ()):
-        flash, share = row["sdpa_tflops"], row["of_sdpa"]
-        peer = "      -       -" if flash is None else f"{flash:7.1f} {share:7.2f}"
-        lines.append(f"{row['prefix']:25d} {row['new']:6d} {row['tflops']:9.1f} {peer}")
-    for name, model in results["models"].items():
-        lines += ["", f"{name}: decode   batch  kv_len      ms   bytes   FLOPs   x floor"]
-        lines += [
-            f"{r['batch']:24d} {r['kv_len']:7d} {r['ms']:7.2f} {r['byte_floor_ms']:7.2f}"
-            f" {r['flop_floor_ms']:7.2f} {r['over_floor']:9.2f}"
-            for r in model.get("decode", ())
-        ]
-        if "rows_that_pay" in model:
-            default = SchedulerOptions().max_running_requests
-            lines.append(
-                f"  {model['rows_that_pay']} rows pay: the last doubling brings a quarter more"
-                f" tokens a second; --max-running-requests is {default} by default"
-            )
-        lines += ["  served steps      rows  wall, ms   device     host"]
-        lines += [
-            f"  {r['sampling']:16s} {r['rows']:5d} {r['wall_ms']:9.2f} {r['device_ms']:8.2f}"
-            f" {r['host_ms']:8.2f}"
-            for r in model.get("served", ())
-        ]
-        lines += ["  mixed steps       rows  chunk   device, ms     host"]
-        lines += [
-            f"  {r['rows']:22d} {r['chunk']:6d} {r['device_ms']:12.2f} {r['host_ms']:8.2f}"
-            for r in model.get("mixed", ())
-        ]
-        if idle := model.get("idle"):
-            lines.append(
-                f"  idle between decode steps: {idle['overlap']:.1%} with overlap,"
-                f" {idle['synchronous']:.1%} without"
-            )
-        if offline := model.get("offline"):
-            lines.append(
-                f"  offline: {offline['output_tokens_per_s']:.0f} output tokens/s"
-                f" ({offline['requests']} requests, {offline['output_tokens']} tokens)"
-            )
-    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -217,7 +217,7 @@ RUNS_WHAT_TESTS_RUN = {
 
 
 def test_scripts_need_no_tests():
-    scripts = [f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py")]
+    scripts = [str(path.relative_to(ROOT)) for path in (ROOT / "scripts").rglob("*.py")]
     others = [source for source in scripts if Path(source).stem not in RUNS_WHAT_TESTS_RUN]
     assert offences(others, lambda top, _: top == "tests") == []
 

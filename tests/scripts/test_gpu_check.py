@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from runtime.config import SchedulerOptions
-from scripts._gpu_speed import rows_that_pay
-from scripts.gpu_check import Report, build_checks, table
+from scripts.gpu.speed import rows_that_pay
+from scripts.gpu.table import table
+from scripts.gpu_check import Report, build_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,7 @@ def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_without_readers_of_checkpoints_the_start_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(sys.modules, "scripts._gpu_build", raising=False)
+    monkeypatch.delitem(sys.modules, "scripts.gpu.build", raising=False)
     monkeypatch.setitem(sys.modules, "runtime.execution.build", None)
     (check,) = build_checks(None, tiny=True)
     assert (check.name, check.passed) == ("build_runner", None)
@@ -86,6 +87,19 @@ def test_what_no_time_is_left_for_is_left_out_and_named(capsys: pytest.CaptureFi
     limits = {"copy_bytes_per_s": 4e12, "matmul_flops": 8e14}
     told = table(report.results | {"limits": limits, "models": {"tiny": {}}})
     assert "tiny: decode" in told
+
+
+def test_figures_stand_under_their_titles_and_what_there_is_none_of_is_a_dash() -> None:
+    row = {"prefix": 2048, "new": 512, "tflops": 431.25, "sdpa_tflops": None, "of_sdpa": None}
+    limits = {"copy_bytes_per_s": 4e12, "matmul_flops": 8e14}
+    machine = {"device": "a GPU"}
+    told = table(
+        {"machine": machine, "limits": limits, "models": {}, "extend_attention": [row]}
+    ).splitlines()
+    at = told.index("extend attention")
+    assert told[at + 1].split() == ["prefix", "new", "TFLOP/s", "flash", "share"]
+    assert told[at + 2].split() == ["2048", "512", "431.2", "-", "-"]
+    assert len(told[at + 1]) == len(told[at + 2])
 
 
 @pytest.mark.slow

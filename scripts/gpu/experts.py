@@ -9,9 +9,9 @@ import torch
 
 from ops.op_set import Expert, Routing
 from ops.reference import ReferenceOps, route
-from scripts._gpu_correctness import TOLERANCE, Check
-from scripts._gpu_speed import Limits, seconds_of
 from scripts._paged import relative_error
+from scripts.gpu.correctness import TOLERANCE, Check
+from scripts.gpu.speed import Limits, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

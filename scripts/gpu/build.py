@@ -18,8 +18,8 @@ from runtime.execution.kv_pool import bytes_per_token
 from runtime.execution.kv_sizing import work_bytes
 from runtime.execution.warm_up import largest_step
 from runtime.request import SamplingParams
-from scripts._gpu_correctness import Check
-from scripts._gpu_engine import make_request, run_requests, scheduler_for
+from scripts.gpu.correctness import Check
+from scripts.gpu.engine import make_request, run_requests, scheduler_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

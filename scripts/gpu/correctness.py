@@ -26,8 +26,8 @@ from runtime.execution.cuda_graph_runner import CudaGraphRunner
 from runtime.execution.mixed_graph_runner import MixedGraphRunner
 from runtime.execution.packed_step import pack_step
 from runtime.request import SamplingParams
-from scripts._gpu_engine import Outcome, make_request, mixed_batch, run_requests, scheduler_for
 from scripts._paged import paged_problem, relative_error
+from scripts.gpu.engine import Outcome, make_request, mixed_batch, run_requests, scheduler_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,9 @@ from ops.kv_codes import CODE_DTYPES
 from ops.op_set import HeadNorm, KvScales
 from ops.reference import ReferenceOps
 from runtime.execution.state_rows import StateRows
-from scripts._gpu_correctness import TOLERANCE, Check
-from scripts._gpu_engine import mixed_batch
 from scripts._paged import relative_error
+from scripts.gpu.correctness import TOLERANCE, Check
+from scripts.gpu.engine import mixed_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

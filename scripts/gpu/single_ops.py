@@ -10,8 +10,8 @@ import torch
 from ops.op_set import SamplingTensors
 from runtime.execution.cuda_graph_runner import CudaRecorder
 from scripts._eager_recorder import EagerRecorder
-from scripts._gpu_speed import Limits, seconds_of
 from scripts._paged import paged_problem
+from scripts.gpu.speed import Limits, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,22 +16,22 @@ from torch.nn.attention.bias import causal_lower_right
 from ops.op_set import AttentionBatch, AttentionSpec
 from runtime.execution.kv_pool import bytes_per_token
 from runtime.request import SamplingParams
-from scripts._gpu_correctness import fill_decode_rows
-from scripts._gpu_engine import (
+from scripts.gpu.correctness import fill_decode_rows
+from scripts.gpu.engine import (
     forbidding_waits,
     make_request,
     mixed_batch,
     run_requests,
     scheduler_for,
 )
-from scripts._gpu_models import linear_parameters, step_weight_bytes
+from scripts.gpu.models import linear_parameters, step_weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from runtime.execution.device import Device
     from runtime.execution.model_runner import ModelRunner
-    from scripts._gpu_models import Model
+    from scripts.gpu.models import Model
 
 
 @dataclass(frozen=True, slots=True)

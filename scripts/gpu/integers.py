@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from ops.coded_weight import E2M1_VALUES, GROUP_KINDS
 from ops.op_set import GroupedWeight
-from scripts._gpu_correctness import TOLERANCE, Check
-from scripts._gpu_ops import call_seconds
 from scripts._paged import relative_error
+from scripts.gpu.correctness import TOLERANCE, Check
+from scripts.gpu.single_ops import call_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from runtime.execution.device import Device
-    from scripts._gpu_speed import Limits
+    from scripts.gpu.speed import Limits
 
 _GROUP = 128  # of all but mxfp4, whose groups are of 32
 _KINDS = ("int4", "int8", "fp8", "nf4", "mxfp4")
