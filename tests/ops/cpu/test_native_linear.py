@@ -180,7 +180,7 @@ def test_a_row_does_not_depend_on_the_number_of_threads(
 
 @pytest.mark.parametrize("quantization", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
-def test_a_value_that_is_no_number_shows_in_its_row_alone(
+def test_a_nan_shows_in_its_row_alone(
     native: NativeOps, quantization: str | None, bad: float
 ) -> None:
     weight = torch.rand(16, 64, generator=generator()) + 0.5

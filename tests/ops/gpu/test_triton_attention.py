@@ -136,7 +136,7 @@ def test_decode_over_many_splits_equals_the_reference(window: int) -> None:
 
 
 def test_a_sink_far_above_every_score_has_all_the_weight() -> None:
-    """By so much that 2 to the power of the difference is no number in float32."""
+    """By so much that 2 to the power of the difference overflows float32."""
     problem = paged_problem([(40, 1), (300, 1)], head_dim=64, group=2, kv_heads=1, sinks=True)
     assert problem.spec.sinks is not None
     problem.spec.sinks.fill_(110.0)
