@@ -9,7 +9,8 @@ each span of k. The kinds are those of the blocks of GGUF files; offset, stretch
 the kind. "int8" has codes q + 128, and of "iq4_nl", "iq4_xs" and "mxfp4" a code stands for a number
 of a fixed table instead of for itself; those of "mxfp4" are twice what is meant, so that all are
 integers, and a factor is half of a block's power of two. Of the "zero" kinds the minimum is a
-group's zero (of 8 bits, less 128) and the minimum factor -factor.
+group's zero (of 8 bits, less 128) and the minimum factor -factor. "fp8" and "nf4" are codes of
+floats as in groups below, with float32 scales as factors; the last span may be shorter.
 
 In groups (`GroupedMatrix`), as GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4 have them:
 
@@ -43,6 +44,12 @@ class CodeShape(NamedTuple):
     has_scales: bool
     has_minima: bool
     has_zeros: bool = False  # minima without factors of their own
+    of_floats: bool = False  # codes stand for floats, factors are float32 scales
+
+    @property
+    def whole(self) -> int:
+        """What k is a multiple of."""
+        return GROUP_OF if self.of_floats else self.span
 
 
 CODE_SHAPES = {
@@ -59,6 +66,8 @@ CODE_SHAPES = {
     "iq4_xs": CodeShape(32, 256, has_scales=True, has_minima=False),
     "int4_zero": CodeShape(32, 32, has_scales=False, has_minima=False, has_zeros=True),
     "int8_zero": CodeShape(32, 32, has_scales=False, has_minima=False, has_zeros=True),
+    "fp8": CodeShape(128, 128, has_scales=False, has_minima=False, of_floats=True),
+    "nf4": CodeShape(64, 64, has_scales=False, has_minima=False, of_floats=True),
 }
 
 
@@ -86,7 +95,7 @@ class Codes:
     Args:
         codes: [n, k] uint8. scales, minima: [n, k / stretch] int8 where the kind has them; "int4"
             and "q5_1" have minimum factors alone.
-        factors, minimum_factors: [n, k / span] float16.
+        factors, minimum_factors: [n, k / span] float16; of codes of floats float32.
     """
 
     codes: NDArray[Any]
@@ -103,7 +112,8 @@ class CodedMatrix:
     Args:
         kind: a key of `CODE_SHAPES`.
         read: rows first to last - 1; called in any order.
-        order: [k] int32, or None.
+        order: [k] int32, or None; None for codes of floats.
+        table: [16] float32, what the codes of "nf4" stand for; else None.
     """
 
     kind: str
@@ -111,6 +121,11 @@ class CodedMatrix:
     k: int
     read: Callable[[int, int], Codes]
     order: NDArray[Any] | None = None
+    table: NDArray[Any] | None = None
+
+    @property
+    def of_floats(self) -> bool:
+        return CODE_SHAPES[self.kind].of_floats
 
     def every(self, step: int, first: int, count: int) -> CodedMatrix:
         """The matrix of so many of its rows: first, first + step, first + 2 step, ..."""

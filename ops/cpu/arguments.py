@@ -108,7 +108,7 @@ class NativeLinear:
             check("order", self.order, (self.k,), torch.int32)
             if not torch.equal(self.order.sort()[0], torch.arange(self.k, dtype=torch.int32)):
                 raise ValueError("linear layer: an order that lacks inputs")
-            if self.kind not in CODE_SHAPES:
+            if self.kind not in CODE_SHAPES or CODE_SHAPES[self.kind].of_floats:
                 raise ValueError(f"linear layer: an order of {self.kind}")
         if self.parts:
             self._check_parts(library)
@@ -128,6 +128,7 @@ class NativeLinear:
             whole = part is self.parts[-1] or part.n % CODED_ROWS == 0
             plain = part.bias is None and part.order is None and not part.parts
             plain = plain and part.kind in CODE_SHAPES
+            plain = plain and CODE_SHAPES[part.kind].of_floats == CODE_SHAPES[self.kind].of_floats
             if part.k != self.k or not whole or not plain:
                 raise ValueError(f"linear layer: a part [{part.n}, {part.k}] of {part.kind}")
         if sum(part.n for part in self.parts) != self.n or self.parts[0].kind != self.kind:

@@ -21,7 +21,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn
 TYPES |= {torch.float16: 4}
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4, "q2_k": 5, "q3_k": 6}
 KINDS |= {"q4_k": 7, "q5_k": 8, "q6_k": 9, "q5_1": 10, "iq4_nl": 11, "iq4_xs": 12}
-KINDS |= {"int4_zero": 13, "int8_zero": 14, "mxfp4": 15}
+KINDS |= {"int4_zero": 13, "int8_zero": 14, "mxfp4": 15, "fp8": 16, "nf4": 17}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_silu": 3}
 
 _STATUS = {

@@ -33,13 +33,14 @@ def pack(
     Args:
         take: hands out memory by bytes. bias: [n] float32 or None.
     Raises:
-        ValueError: parts of different k or order, a part other than the last of no whole panels, or
-            numbers of other shapes than the kind has.
+        ValueError: parts of different k or order, codes of floats beside others, a part other than
+            the last of no whole panels, or numbers of other shapes than the kind has.
     """
     for part in weight.parts:
         whole = part is weight.parts[-1] or part.n % CODED_ROWS == 0
-        fits = part.k == weight.k and part.k % CODE_SHAPES[part.kind].span == 0
-        if not (fits and whole and are_in_one_order((part, weight.parts[0]))):
+        fits = part.k == weight.k and part.k % CODE_SHAPES[part.kind].whole == 0
+        alike = part.of_floats == weight.parts[0].of_floats
+        if not (fits and alike and whole and are_in_one_order((part, weight.parts[0]))):
             raise ValueError(f"part of shape {[part.n, part.k]}, of {part.kind}: does not fit")
     parts = tuple(_pack_matrix(library, take, part) for part in weight.parts)
     order = None if weight.order is None else torch.from_numpy(weight.order)
@@ -58,24 +59,32 @@ def _pack_matrix(
     rows = max(_PIECE // k // CODED_ROWS, 1) * CODED_ROWS
     for first, codes in matrix.pieces(rows):
         count = min(rows, n - first)
-        struct = _struct(matrix.kind, codes, count, k)
+        struct = _struct(matrix, codes, count)
         at = panels.data_ptr() + first // CODED_ROWS * panel_bytes
         library.call("loom_pack_codes", kind, struct, count, k, at)
     return NativeLinear(panels, None, n, k, matrix.kind)
 
 
-def _struct(kind: str, codes: Codes, n: int, k: int) -> structs.Codes:
+def _struct(matrix: CodedMatrix, codes: Codes, n: int) -> structs.Codes:
     """Points into the arrays, which must outlive it."""
-    shape = CODE_SHAPES[kind]
+    shape, k = CODE_SHAPES[matrix.kind], matrix.k
+    spans = -(-k // shape.span)
     stretches = k // shape.stretch if shape.has_scales else 0
     minima = stretches if shape.has_minima else k // shape.stretch if shape.has_zeros else 0
-    minimum_factors = k // shape.span if shape.has_minima else 0
+    minimum_factors = spans if shape.has_minima else 0
+    factor_type = "float32" if shape.of_floats else "float16"
+    factors = _address("factors", codes.factors, (n, spans), factor_type)
+    table = None
+    if matrix.kind == "nf4":
+        table = matrix.table if matrix.table is None else matrix.table[None]
     return structs.Codes(
         _address("codes", codes.codes, (n, k), "uint8"),
         _address("scales", codes.scales, (n, stretches), "int8"),
         _address("minima", codes.minima, (n, minima), "int8"),
-        _address("factors", codes.factors, (n, k // shape.span), "float16"),
+        None if shape.of_floats else factors,
         _address("minimum_factors", codes.minimum_factors, (n, minimum_factors), "float16"),
+        factors if shape.of_floats else None,
+        _address("table", table, (1, 16 if matrix.kind == "nf4" else 0), "float32"),
     )
 
 

@@ -188,6 +188,8 @@ class Codes(ctypes.Structure):
         ("minima", c_void_p),
         ("factors", c_void_p),
         ("minimum_factors", c_void_p),
+        ("float_scales", c_void_p),
+        ("table", c_void_p),
     )
 
 

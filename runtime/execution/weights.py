@@ -203,7 +203,8 @@ class _Reader:
 def _in_panels(found: Sequence[CodedMatrix | GroupedMatrix | None]) -> CodedWeight | None:
     parts = tuple(part for part in map(in_blocks, found) if part is not None)
     whole = len(parts) == len(found) and not any(part.n % CODED_ROWS for part in parts[:-1])
-    return CodedWeight(parts) if whole and are_in_one_order(parts) else None
+    alike = are_in_one_order(parts) and len({part.of_floats for part in parts}) == 1
+    return CodedWeight(parts) if whole and alike else None
 
 
 class WeightLoader:

@@ -10,7 +10,8 @@ extern "C" {
 // Bytes only in KV pools, halves only of weights that are packed as such.
 enum LoomType { LOOM_F32 = 0, LOOM_BF16 = 1, LOOM_INT8 = 2, LOOM_FP8 = 3, LOOM_F16 = 4 };
 
-// How a linear layer's weight is stored; the quantized kinds are told in forms.h.
+// How a linear layer's weight is stored; the quantized kinds are told in forms.h, the last two in
+// coded_floats.h.
 enum LoomKind {
   LOOM_KIND_F32 = 0,
   LOOM_KIND_BF16 = 1,
@@ -28,7 +29,9 @@ enum LoomKind {
   LOOM_KIND_INT4_ZERO = 13,
   LOOM_KIND_INT8_ZERO = 14,
   LOOM_KIND_MXFP4 = 15,
-  LOOM_KINDS = 16,
+  LOOM_KIND_FP8 = 16,
+  LOOM_KIND_NF4 = 17,
+  LOOM_KINDS = 18,
 };
 
 // See ops/blocks/dense_mlp.py: act_and_mul.
@@ -61,13 +64,16 @@ struct LoomLinear {
 };
 
 // A weight [n, k] of a quantized kind in numbers (forms.h): codes [n, k], scales and minima
-// [n, k / stretch] where the kind has them, factors and minimum factors [n, k / span] halves.
+// [n, k / stretch] where the kind has them, factors and minimum factors [n, k / span] halves. Codes
+// of floats (coded_floats.h) have float scales [n, spans] alone, and of nf4 a table [16].
 struct LoomCodes {
   const uint8_t* codes;
   const int8_t* scales;
   const int8_t* minima;
   const uint16_t* factors;
   const uint16_t* minimum_factors;
+  const float* float_scales;
+  const float* table;
 };
 
 // Which keys each row of a step attends to; see ops/op_set.py: AttentionBatch.
@@ -245,9 +251,9 @@ void loom_pack(LoomContext*, int kind, const void* weight, int type, int64_t n, 
                int64_t stride, void* out);
 // A checksum of bytes, the same for any number of threads.
 uint64_t loom_checksum(LoomContext*, const void* data, int64_t bytes);
-// The same from numbers; k is a multiple of the kind's span.
+// The same from numbers; k is a multiple of the kind's span, of codes of floats one of 32.
 void loom_pack_codes(LoomContext*, int kind, const LoomCodes*, int64_t n, int64_t k, void* out);
-// Rows of a weight of halves or of a quantized kind as floats, [count, k] of type.
+// Rows of a weight of halves or codes as floats, [count, k] of type.
 int loom_unpack_rows(LoomContext*, const LoomLinear*, const int64_t* rows, int64_t count, int type,
                      void* out);
 // Asks the system for large pages behind a buffer; without them the streams of a step miss the TLB.

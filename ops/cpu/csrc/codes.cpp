@@ -1,8 +1,9 @@
-// Weights of the quantized kinds from their numbers into panels, and back; see forms.h. Rows of
+// Weights of codes from their numbers into panels, and back; see forms.h and coded_floats.h. Rows of
 // halves come back, too.
 #include <algorithm>
 #include <cstring>
 
+#include "coded_floats.h"
 #include "linear.h"
 
 namespace loom {
@@ -83,12 +84,51 @@ void put_scales(const CodeForm& form, const LoomCodes& c, int64_t span_of_all, i
   }
 }
 
+// The codes and scales of an output of codes of floats, to its lane of a panel.
+void put_floats(int kind, const LoomCodes& c, int64_t row, int64_t k, int lane, char* panel) {
+  FloatCodes form = float_codes_of(kind);
+  const uint8_t* codes = c.codes + row * k;
+  int64_t spans = (k + form.span - 1) / form.span;
+  auto* scales = (float*)(panel + 64 * (k / form.line_k()));
+  for (int64_t s = 0; s < spans; s++) scales[kPanel * s + lane] = c.float_scales[row * spans + s];
+  if (kind == LOOM_KIND_FP8) {
+    for (int64_t i = 0; i < k; i++) panel[kPanel * i + lane] = char(codes[i]);
+    return;
+  }
+  memcpy(scales + kPanel * spans, c.table, sizeof(float) * kPanel);
+  for (int64_t line = 0; line < k / 8; line++, codes += 8) {
+    uint32_t word = 0;
+    for (int i = 0; i < 8; i++) word |= uint32_t(codes[i] & 15) << (4 * i);
+    memcpy(panel + 64 * line + 4 * lane, &word, 4);
+  }
+}
+
+template <int kind>
+void get_floats(const char* panel, int64_t k, int lane, float* out) {
+  int64_t lines = k / float_codes_of(kind).line_k();
+  float numbers[kPanel * float_codes_of(kind).line_k()];
+  for (int64_t s = 0; s < lines; s++) {
+    widen_coded_floats<kind>(panel, nullptr, lines, s, s + 1, numbers);
+    for (int64_t i = 0; i < k / lines; i++) *out++ = numbers[kPanel * i + lane];
+  }
+}
+
 }  // namespace
 
 void pack_codes(int kind, const LoomCodes& codes, int64_t n, int64_t k, int64_t first, int64_t last,
                 char* out) {
+  int64_t bytes = panel_bytes(kind, k);
+  if (is_of_floats(kind)) {
+    for (int64_t p = first; p < last; p++) {
+      memset(out + p * bytes, 0, size_t(bytes));  // outputs beyond the last have scales of zero
+      for (int lane = 0; lane < kPanel && p * kPanel + lane < n; lane++) {
+        put_floats(kind, codes, p * kPanel + lane, k, lane, out + p * bytes);
+      }
+    }
+    return;
+  }
   CodeForm form = form_of(kind);
-  int64_t bytes = panel_bytes(kind, k), groups = k / kGroup, spans = k / form.span();
+  int64_t groups = k / kGroup, spans = k / form.span();
   int64_t group_bytes = 64 * form.lines();
   for (int64_t p = first; p < last; p++) {
     char *panel = out + p * bytes, *scales = panel + groups * group_bytes;
@@ -117,6 +157,8 @@ void unpack_row(const LoomLinear& layer, int64_t row, float* out) {
     for (int64_t i = 0; i < layer.k; i++) out[i] = half_at(panel, kPanel * i + lane);
     return;
   }
+  if (kind == LOOM_KIND_FP8) return get_floats<LOOM_KIND_FP8>(panel, layer.k, lane, out);
+  if (kind == LOOM_KIND_NF4) return get_floats<LOOM_KIND_NF4>(panel, layer.k, lane, out);
   CodeForm form = form_of(kind);
   int64_t groups = padded_k(kind, layer.k) / kGroup;
   const char* scales = panel + groups * 64 * form.lines();

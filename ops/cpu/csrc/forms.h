@@ -103,6 +103,21 @@ constexpr CodeForm form_of(int kind) {
   }
 }
 
-constexpr bool is_quantized(int kind) { return kind >= LOOM_KIND_INT8; }
+constexpr bool is_quantized(int kind) { return kind >= LOOM_KIND_INT8 && kind < LOOM_KIND_FP8; }
+
+// Codes of floats; see coded_floats.h.
+struct FloatCodes {
+  int bits;
+  int span;  // k that share a scale
+
+  constexpr int line_k() const { return 32 / bits; }
+  constexpr int lines() const { return span / line_k(); }  // of a span
+};
+
+constexpr FloatCodes float_codes_of(int kind) {
+  return kind == LOOM_KIND_FP8 ? FloatCodes{8, 128} : FloatCodes{4, 64};
+}
+
+constexpr bool is_of_floats(int kind) { return kind >= LOOM_KIND_FP8; }
 
 }  // namespace loom

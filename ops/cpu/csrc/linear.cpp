@@ -4,6 +4,7 @@
 #include <array>
 #include <utility>
 
+#include "coded_floats.h"
 #include "quantized_tiles.h"
 #include "tiles.h"
 #if defined(__aarch64__)
@@ -81,6 +82,20 @@ constexpr TileTable<sizeof...(R)> half_table(std::index_sequence<R...>) {
 }
 
 template <int kind, int R>
+void coded_float_tile(const Tile& t) {
+  if constexpr (pair_fits(R)) {
+    tile_coded_floats<kind, R, 2>(t);
+  } else {
+    one_by_one(t, tile_coded_floats<kind, R, 1>);
+  }
+}
+
+template <int kind, size_t... R>
+constexpr TileTable<sizeof...(R)> coded_float_table(std::index_sequence<R...>) {
+  return {coded_float_tile<kind, R + 1>...};
+}
+
+template <int kind, int R>
 void quantized_tile(const Tile& t) {
 #if defined(LOOM_SMMLA)
   one_by_one(t, tile_quantized_by_matrix<kind, R>);
@@ -104,6 +119,8 @@ constexpr auto& kBf16LinearTiles = kBf16Tiles;
 #endif
 constexpr auto kHalfTiles = half_table(std::make_index_sequence<kRowTile>());
 template <int kind>
+constexpr auto kCodedFloatTiles = coded_float_table<kind>(std::make_index_sequence<kRowTile>());
+template <int kind>
 constexpr auto kQuantizedTiles =
     quantized_table<kind>(std::make_index_sequence<kQuantizedRowTile>());
 
@@ -114,7 +131,7 @@ constexpr auto quantized_tables(std::integer_sequence<int, i...>) {
 }
 
 constexpr auto kTilesByKind =
-    quantized_tables(std::make_integer_sequence<int, LOOM_KINDS - LOOM_KIND_INT8>());
+    quantized_tables(std::make_integer_sequence<int, LOOM_KIND_FP8 - LOOM_KIND_INT8>());
 
 struct Tiles {
   const TileFunction* by_rows;
@@ -124,6 +141,8 @@ struct Tiles {
 Tiles tiles_of(int kind) {
   if (is_quantized(kind)) return {kTilesByKind[size_t(kind - LOOM_KIND_INT8)], kQuantizedRowTile};
   if (kind == LOOM_KIND_F16) return {kHalfTiles.data(), kRowTile};
+  if (kind == LOOM_KIND_FP8) return {kCodedFloatTiles<LOOM_KIND_FP8>.data(), kRowTile};
+  if (kind == LOOM_KIND_NF4) return {kCodedFloatTiles<LOOM_KIND_NF4>.data(), kRowTile};
   if (kind == LOOM_KIND_BF16) return {kBf16LinearTiles.data(), int(kBf16LinearTiles.size())};
   return {kFloatTiles.data(), kRowTile};
 }
@@ -135,6 +154,7 @@ int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 int64_t lines_of(int kind, int64_t k) {
   int64_t wide = padded_k(kind, k);
   if (is_quantized(kind)) return wide / kGroup * form_of(kind).lines();
+  if (is_of_floats(kind)) return wide / float_codes_of(kind).line_k();
   return kind == LOOM_KIND_F32 ? wide : wide / 2;
 }
 
@@ -158,13 +178,17 @@ Format input_format(int kind) {
 }
 
 int64_t padded_k(int kind, int64_t k) {
-  if (is_quantized(kind)) return round_up(k, kGroup);
+  if (is_quantized(kind) || is_of_floats(kind)) return round_up(k, kGroup);
   if (kind == LOOM_KIND_F16) return round_up(k, 2);
   return kind == LOOM_KIND_BF16 ? round_up(k, kBf16Step) : k;
 }
 
 int64_t panel_bytes(int kind, int64_t k) {
   int64_t bytes = 64 * lines_of(kind, k);
+  if (is_of_floats(kind)) {
+    int64_t spans = (k + float_codes_of(kind).span - 1) / float_codes_of(kind).span;
+    return bytes + 64 * (spans + (kind == LOOM_KIND_NF4));
+  }
   if (!is_quantized(kind)) return bytes;
   CodeForm form = form_of(kind);
   return round_up(bytes + (k + form.span() - 1) / form.span() * form.span_bytes(), 64);
@@ -338,7 +362,7 @@ void run_tile(int64_t rows, Tile tile, int64_t k, int kind0, int kind1) {
     return tiles_of(kind0).by_rows[rows - 1](tile);
   }
   // Kinds differ where two parts of a layer meet: each panel is computed as a pair with itself.
-  alignas(64) float second[kQuantizedRowTile * kPair];
+  alignas(64) float second[kRowTile * kPair];
   Tile other = tile;
   tile.panel1 = tile.panel0;
   other.panel0 = other.panel1;
@@ -365,52 +389,58 @@ void run_whole(const Piece& piece, const RowTiles& tiles) {
   }
 }
 
-#if !defined(LOOM_ZMM)
 // Sixteen registers hold little, so all that a row tile reads must come from the first cache: K is
-// walked in blocks whose lines stay there for all row tiles, as floats (what has 16 bits is widened
-// once per block). Sums wait in memory between blocks as the float32 that they are in the registers, so each
+// walked in blocks whose lines stay there for all row tiles, as floats (what is narrower is widened
+// once per block; codes of floats, which take most work, with any registers). Sums wait in memory between blocks as the float32 that they are in the registers, so each
 // is still one accumulator that walks K upwards.
-constexpr int64_t kBlockK = 128, kBlockTiles = 16;
+constexpr int64_t kBlockK = 128, kBlockTiles = 96 / kRowTile;
 
-// Lines of `panel` from `begin` on as floats; `ahead` null or a panel to fetch meanwhile.
-template <int kind>
-const char* widen_pairs(const char* panel, const char* ahead, int64_t begin, int64_t count,
-                        float* out) {
-  for (int64_t s = begin; s < begin + count; s++, out += 2 * kPanel) {
-    if (ahead) prefetch(ahead + 64 * s);
-    for (int k = 0; k < 2; k++) store(out + kPanel * k, widened<kind>(panel + 64 * s, k));
+// k first .. last - 1 of a panel as lines of floats, in `out` where they are not such already;
+// `ahead` null or a panel to fetch meanwhile.
+const char* as_floats(int kind, int64_t whole_k, const char* panel, const char* ahead,
+                      int64_t first, int64_t last, float* out) {
+  auto widen = [&](auto of_line) {
+    for (int64_t s = first / 2; s < last / 2; s++) {
+      if (ahead) prefetch(ahead + 64 * s);
+      for (int k = 0; k < 2; k++) store(out + kPanel * (2 * s + k - first), of_line(panel + 64 * s, k));
+    }
+  };
+  int64_t lines = lines_of(kind, whole_k), line_k = whole_k / std::max<int64_t>(lines, 1);
+  switch (kind) {
+    case LOOM_KIND_F32: return panel + 64 * first;
+    case LOOM_KIND_F16: widen(widened<LOOM_KIND_F16>); break;
+    case LOOM_KIND_FP8:
+      widen_coded_floats<LOOM_KIND_FP8>(panel, ahead, lines, first / line_k, last / line_k, out);
+      break;
+    case LOOM_KIND_NF4:
+      widen_coded_floats<LOOM_KIND_NF4>(panel, ahead, lines, first / line_k, last / line_k, out);
+      break;
+    default: widen(widened<LOOM_KIND_BF16>);
   }
-  return (const char*)(out - 2 * kPanel * count);
+  return (const char*)out;
 }
 
 void run_blocked(const Piece& piece, const RowTiles& tiles) {
   alignas(64) float sums[kBlockTiles * kRowTile * kPair], panels[2][kBlockK * kPanel];
-  bool wide = piece.layer.kind == LOOM_KIND_F32, of_halves = piece.layer.kind == LOOM_KIND_F16;
-  auto widen = of_halves ? widen_pairs<LOOM_KIND_F16> : widen_pairs<LOOM_KIND_BF16>;
   int64_t k = padded_k(piece.layer.kind, piece.layer.k);
+  const PanelPair& now = piece.now;
   for (int64_t first = tiles.first; first < tiles.last; first += kBlockTiles) {
     int64_t last = std::min(first + kBlockTiles, tiles.last), top = tiles.begin(first);
     PanelPair ahead = first == tiles.first ? piece.ahead : PanelPair{};
     for (int64_t at = 0; at < k; at += kBlockK) {
-      int64_t steps = std::min(kBlockK, k - at);
-      PanelPair now = piece.now;
-      now.panel0 += 64 * at, now.panel1 += 64 * at;
-      if (!wide) {
-        now.panel0 = widen(piece.now.panel0, ahead.panel0, at / 2, steps / 2, panels[0]);
-        now.panel1 = widen(piece.now.panel1, ahead.panel1, at / 2, steps / 2, panels[1]);
-      }
+      int64_t steps = std::min(kBlockK, k - at), end = at + steps;
+      const char* wide0 = as_floats(now.kind0, k, now.panel0, ahead.panel0, at, end, panels[0]);
+      const char* wide1 = as_floats(now.kind1, k, now.panel1, ahead.panel1, at, end, panels[1]);
       for (int64_t i = first; i < last; i++) {
-        int64_t begin = tiles.begin(i), end = tiles.begin(i + 1);
-        tile_float(int(end - begin),
-                   {piece.x.data + begin * piece.x.stride + 4 * at, piece.x.stride, now.panel0,
-                    now.panel1, steps, sums + (begin - top) * kPair, kPair, at > 0, nullptr,
-                    nullptr});
+        int64_t begin = tiles.begin(i), rows = tiles.begin(i + 1) - begin;
+        tile_float(int(rows), {piece.x.data + begin * piece.x.stride + 4 * at, piece.x.stride,
+                               wide0, wide1, steps, sums + (begin - top) * kPair, kPair, at > 0,
+                               nullptr, nullptr});
       }
     }
     piece.emit(top, tiles.begin(last), sums);
   }
 }
-#endif
 
 #if defined(LOOM_INT8_WORDS)
 // Lines of an int8 panel from k `at` on as words; `ahead` null or a panel to fetch meanwhile.
@@ -460,10 +490,12 @@ void run_piece(const Piece& piece, const RowTiles& tiles) {
   bool of_bytes = piece.now.kind0 == LOOM_KIND_INT8 && piece.now.kind1 == LOOM_KIND_INT8;
   if (of_bytes && tiles.last - tiles.first > 1) return run_words(piece, tiles);
 #endif
-#if !defined(LOOM_ZMM)
-  bool of_floats = input_format(piece.layer.kind) == Format::kFloat;
-  if (of_floats && tiles.last - tiles.first > 1) return run_blocked(piece, tiles);
+#if defined(LOOM_ZMM)
+  bool blocked = is_of_floats(piece.now.kind0);
+#else
+  bool blocked = input_format(piece.layer.kind) == Format::kFloat;
 #endif
+  if (blocked && tiles.last - tiles.first > 1) return run_blocked(piece, tiles);
   run_whole(piece, tiles);
 }
 

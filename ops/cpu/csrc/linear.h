@@ -10,7 +10,7 @@
 //             scales per 32 k
 //   int4      8 k a line:  16 quads in the low halves (k .. k + 3) and in the high halves
 //             (k + 4 .. k + 7); after the lines, 16 half scales and 16 half minima per 32 k
-//   others    see forms.h, which these two fit
+//   others    see forms.h, which these two fit, and coded_floats.h
 // K is padded with zeros to whole lines, quantized kinds to whole groups.
 //
 // Order. Each output is one accumulator that walks K in steps of one line from 0 upwards, whatever
@@ -148,11 +148,11 @@ F16 act_and_mul(int activation, F16 gate, F16 up);
 void pack_panels(int kind, const void* weight, int type, int64_t n, int64_t k, int64_t stride,
                  int64_t first, int64_t last, char* out);
 
-// The same from the numbers of a quantized kind.
+// The same from the numbers of codes.
 void pack_codes(int kind, const LoomCodes& codes, int64_t n, int64_t k, int64_t first, int64_t last,
                 char* out);
 
-// Row `row` of a layer of halves or of a quantized kind, as floats [k].
+// Row `row` of a layer of halves or codes, as floats [k].
 void unpack_row(const LoomLinear& layer, int64_t row, float* out);
 
 // A panel of a layer: where it begins, and its kind.

@@ -7,8 +7,6 @@
 // Every machine computes the same bits.
 #pragma once
 
-#include <utility>
-
 #include "integers.h"
 #include "tiles.h"
 
@@ -64,14 +62,6 @@ inline int32_t start_of(const GroupOfRow& of_row, int part) {
   static_assert(form.stretch < kGroup || form.offset == 0);
   if (form.stretch < kGroup) return -stored_offset<kind> * of_row.sums[part];
   return form.is_signed() ? of_row.start : 0;
-}
-
-// Calls body(0) to body(count - 1) with constants.
-template <int count, class Body>
-__attribute__((always_inline)) inline void unrolled(Body&& body) {
-  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-    (body(std::integral_constant<int, i>{}), ...);
-  }(std::make_integer_sequence<int, count>{});
 }
 
 // Rows whose integer sums fit the registers, beside float sums where there are 32 registers.

@@ -66,6 +66,27 @@ inline F16 load_half(const half* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
+inline F16 load_e4m3(const void* p) {
+  __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  x = _mm256_and_si256(x, _mm256_set1_epi16(int16_t(0xbfff)));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
+
+using FloatTable = F16;
+inline FloatTable load_table(const float* p) { return load(p); }
+template <int i>
+inline F16 look_up(const FloatTable& table, const void* line) {
+  auto eight = [&](int half) {
+    __m256i words = _mm256_loadu_si256((const __m256i*)line + half);
+    __m256i codes = _mm256_srli_epi32(words, 4 * i);  // the lowest three bits count
+    __m256 low = _mm256_permutevar8x32_ps(table.lo, codes);
+    __m256 high = _mm256_permutevar8x32_ps(table.hi, codes);
+    __m256i fourth = _mm256_slli_epi32(words, 28 - 4 * i);  // the fourth chooses, as a sign
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(fourth));
+  };
+  return {eight(0), eight(1)};
+}
 inline F16 load_int8(const int8_t* p) {
   __m128i x = _mm_loadu_si128((const __m128i*)p);
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),

@@ -86,6 +86,33 @@ inline F16 load_half(const half* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
   });
 }
+inline F16 load_e4m3(const void* p) {
+  int8x16_t x = vld1q_s8((const int8_t*)p);
+  auto as_halves = [](int8x8_t eight) {
+    uint16x8_t wide = vreinterpretq_u16_s16(vshlq_n_s16(vmovl_s8(eight), 7));
+    return vreinterpretq_f16_u16(vandq_u16(wide, vdupq_n_u16(0xbfff)));
+  };
+  float16x8_t low = as_halves(vget_low_s8(x)), high = as_halves(vget_high_s8(x));
+  return {{vcvt_f32_f16(vget_low_f16(low)), vcvt_f32_f16(vget_high_f16(low)),
+           vcvt_f32_f16(vget_low_f16(high)), vcvt_f32_f16(vget_high_f16(high))}};
+}
+
+using FloatTable = uint8x16x4_t;
+inline FloatTable load_table(const float* p) {
+  auto* bytes = (const uint8_t*)p;
+  return {{vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)}};
+}
+template <int at>
+inline F16 look_up(const FloatTable& table, const void* line) {
+  return each([&](int i) {
+    uint32x4_t words = vld1q_u32((const uint32_t*)line + 4 * i);
+    if constexpr (at > 0) words = vshrq_n_u32(words, 4 * at);
+    // The four bytes of a float stand at four times its code.
+    uint32x4_t bytes = vmulq_n_u32(vandq_u32(words, vdupq_n_u32(15)), 0x04040404);
+    bytes = vaddq_u32(bytes, vdupq_n_u32(0x03020100));
+    return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(bytes)));
+  });
+}
 inline F16 load_int8(const int8_t* p) {
   int8x16_t x = vld1q_s8(p);
   int16x8_t low = vmovl_s8(vget_low_s8(x)), high = vmovl_s8(vget_high_s8(x));

@@ -1,6 +1,9 @@
 // Register tiles: R rows by P panels of accumulators, one line of each panel per step.
 #pragma once
 
+#include <algorithm>
+#include <utility>
+
 #include "linear.h"
 
 namespace loom {
@@ -27,6 +30,14 @@ struct Accumulators {
     }
   }
 };
+
+// Calls body(0) to body(count - 1) with constants.
+template <int count, class Body>
+__attribute__((always_inline)) inline void unrolled(Body&& body) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, i>{}), ...);
+  }(std::make_integer_sequence<int, count>{});
+}
 
 // Where panel p of a tile is. The third and fourth panel follow at the distance of the second.
 template <int P>

@@ -2,7 +2,7 @@
 
 Blocks have a place for groups made of 32 neighbours whose scales half floats hold: most of what is
 published. Others have none: their weights are expanded. MXFP4's numbers are doubled there and its
-powers of two halved.
+powers of two halved. FP8 and nf4 keep their float32 scales, of 128 and of 64 neighbours.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ops.coded_weight import GROUP_OF, CodedMatrix, Codes, GroupedMatrix
+from ops.coded_weight import CODE_SHAPES, GROUP_OF, CodedMatrix, Codes, GroupedMatrix
+from runtime.errors import ModelError
 
 if TYPE_CHECKING:
     from typing import Any
 
     from numpy.typing import NDArray
+
+
+# Of a float32 that kernels may take 256 times.
+_MOST_SCALE = 2.0**118
 
 
 def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
@@ -25,6 +30,8 @@ def in_blocks(matrix: CodedMatrix | GroupedMatrix | None) -> CodedMatrix | None:
         return matrix
     if matrix.kind == "mxfp4":
         return _mxfp4(matrix)
+    if matrix.kind in ("fp8", "nf4"):
+        return _floats(matrix)
     grouped = matrix
     with np.errstate(over="ignore"):
         factors = grouped.scales.astype(np.float16)
@@ -63,3 +70,26 @@ def _mxfp4(grouped: GroupedMatrix) -> CodedMatrix | None:
         return Codes(codes, factors[first:last])
 
     return CodedMatrix("mxfp4", grouped.n, grouped.k, piece)
+
+
+def _floats(grouped: GroupedMatrix) -> CodedMatrix | None:
+    """A scale is repeated where it belongs to more neighbours, or to a whole row."""
+    span = CODE_SHAPES[grouped.kind].span
+    scales = np.asarray(grouped.scales, np.float32)
+    whole_rows = grouped.group == grouped.k
+    if grouped.order is not None or grouped.k % GROUP_OF:
+        return None
+    if not (whole_rows or grouped.group % span == 0) or not (np.abs(scales) < _MOST_SCALE).all():
+        return None
+    spans = -(-grouped.group // span)
+
+    def piece(first: int, last: int) -> Codes:
+        codes = np.ascontiguousarray(grouped.read(first, last), np.uint8)
+        if grouped.kind == "fp8" and (codes & 127 == 127).any():
+            raise ModelError(
+                "an FP8 weight is no number (NaN); --quantization none reads it as it is"
+            )
+        return Codes(codes, scales[first:last].repeat(spans, 1))
+
+    table = None if grouped.table is None else np.ascontiguousarray(grouped.table, np.float32)
+    return CodedMatrix(grouped.kind, grouped.n, grouped.k, piece, table=table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ops.coded_weight import CodedMatrix, GroupedMatrix
+from ops.coded_weight import CODE_SHAPES, CodedMatrix, GroupedMatrix
 from ops.cpu import build
 from runtime.checkpoints.open_checkpoint import open_checkpoint
 from runtime.checkpoints.quantized.in_blocks import in_blocks
@@ -74,6 +75,7 @@ KEPT = {
     "w8a8": "int8",
     "w8a8-zeros": "int8_zero",
 }
+KEPT_FLOATS = {"compressed-fp8": "fp8", "fp8-tensor": "fp8", "nf4": "nf4", "nf4-nested": "nf4"}
 
 
 def in_order(values: Tensor, matrix: CodedMatrix | GroupedMatrix) -> Tensor:
@@ -81,7 +83,7 @@ def in_order(values: Tensor, matrix: CodedMatrix | GroupedMatrix) -> Tensor:
     return values if matrix.order is None else values[:, torch.from_numpy(matrix.order)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in KEPT_FLOATS])
 def test_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> None:
     _, expected = write_quantized(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
@@ -100,7 +102,57 @@ def test_integers_are_kept_to_the_bit(name: str, tmp_path: Path) -> None:
             assert torch.equal(got, in_order(values, matrix)[first:last].float())
 
 
-GROUPED = {*KEPT, "compressed-fp8", "fp8-tensor", "fp8-narrow-blocks", "nf4", "nf4-nested"}
+@pytest.mark.parametrize("name", KEPT_FLOATS)
+def test_codes_of_floats_are_kept_to_the_bit(name: str, tmp_path: Path) -> None:
+    _, expected = write_quantized(name, tmp_path)
+    checkpoint, found = open_checkpoint(tmp_path), 0
+    for weight, values in expected.items():
+        matrix = in_blocks(checkpoint.coded(weight))
+        if matrix is None:  # a block of nf4 goes on in the next row
+            assert name.startswith("nf4")
+            assert values.shape[1] % 64
+            continue
+        assert (matrix.kind, matrix.n, matrix.k) == (KEPT_FLOATS[name], *values.shape)
+        found += 1
+        for first, last in ((0, 16), (16, matrix.n)):
+            codes = matrix.read(first, last)
+            if matrix.table is None:
+                numbers = torch.from_numpy(codes.codes).view(torch.float8_e4m3fn).float()
+            else:
+                numbers = torch.from_numpy(matrix.table)[torch.from_numpy(codes.codes).long()]
+            span = CODE_SHAPES[matrix.kind].span
+            scales = torch.from_numpy(codes.factors).repeat_interleave(span, 1)
+            assert torch.equal(numbers * scales[:, : matrix.k], values[first:last].float())
+    assert found
+
+
+def fp8_groups(k: int, scales: np.ndarray) -> GroupedMatrix:
+    codes = np.arange(2 * k, dtype=np.uint8).reshape(2, k)
+    return GroupedMatrix("fp8", 2, k, scales, None, lambda first, last: codes[first:last] & 63)
+
+
+def test_scales_of_fp8_are_repeated_for_each_128_neighbours() -> None:
+    for k, groups, spans in ((512, 2, 4), (384, 3, 3), (160, 1, 2), (512, 1, 4)):
+        scales = np.random.default_rng(1).random((2, groups)).astype(np.float32)
+        matrix = in_blocks(fp8_groups(k, scales))
+        assert matrix is not None
+        factors = matrix.read(1, 2).factors
+        assert np.array_equal(factors, scales[1:].repeat(spans // groups, 1))
+    assert in_blocks(fp8_groups(256, np.ones((2, 4), np.float32))) is None  # 64 neighbours
+    assert in_blocks(fp8_groups(120, np.ones((2, 1), np.float32))) is None
+    assert in_blocks(fp8_groups(128, np.full((2, 1), np.nan, np.float32))) is None
+
+
+def test_a_code_of_fp8_that_is_no_number_is_told() -> None:
+    given = fp8_groups(128, np.ones((2, 1), np.float32))
+    codes = np.full((2, 128), 255, np.uint8)
+    matrix = in_blocks(replace(given, read=lambda first, last: codes[first:last]))
+    assert matrix is not None
+    with pytest.raises(ModelError, match="an FP8 weight is no number"):
+        matrix.read(0, 2)
+
+
+GROUPED = {*KEPT, *KEPT_FLOATS, "fp8-narrow-blocks"}
 
 
 def values_of(matrix: GroupedMatrix, first: int, last: int) -> Tensor:
@@ -139,14 +191,14 @@ def test_codes_of_groups_are_told_to_the_bit(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not build.available_paths(), reason="this CPU has no native instruction path")
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", KEPT | KEPT_FLOATS)
 def test_what_is_kept_is_served_within_the_rounding_of_inputs(name: str, tmp_path: Path) -> None:
     model, _ = write_quantized(name, tmp_path)
     tokens = random_tokens(20)
     runner = open_runner(tmp_path)
     (got,) = Probe(runner).step({1: (0, tokens)})
     decoder: Any = runner.decoder.model
-    assert decoder.layers[0][0].mixer.qkv.kinds == (KEPT[name],) * 3
+    assert decoder.layers[0][0].mixer.qkv.kinds == ((KEPT | KEPT_FLOATS)[name],) * 3
     runner.close()
     # The first token attends to itself alone; large random scores of others choose at random.
     want = expected_logits(model, tokens)[0]

@@ -69,16 +69,18 @@ void linear(LoomContext* c, LoomContext* other) {
   write(all);
 }
 
-// A layer of a quantized kind from its numbers: its values, then what it gives.
+// A layer of codes from its numbers: its values, then what it gives.
 void coded(LoomContext* c, LoomContext* other) {
   int64_t kind = number(), n = number(), k = number(), rows = number();
   int64_t stretches = number(), minima = number(), spans = number(), minimum_spans = number();
+  int64_t float_spans = number(), entries = number();
   auto codes = read<uint8_t>(n * k);
   auto scales = read<int8_t>(n * stretches), lows = read<int8_t>(n * minima);
   auto factors = read<uint16_t>(n * spans), low_factors = read<uint16_t>(n * minimum_spans);
+  auto float_scales = read<float>(n * float_spans), table = read<float>(entries);
   auto x = read<float>(rows * k);
-  LoomCodes numbers = {codes.data(), scales.data(), lows.data(), factors.data(),
-                       low_factors.data()};
+  LoomCodes numbers = {codes.data(),       scales.data(),       lows.data(), factors.data(),
+                       low_factors.data(), float_scales.data(), table.data()};
   int64_t bytes = (loom_packed_bytes(int(kind), n, k) + 63) / 64 * 64;
   void* panels = aligned_alloc(64, size_t(bytes));
   loom_pack_codes(c, int(kind), &numbers, n, k, panels);

@@ -27,6 +27,8 @@ from scripts._paged import paged_batch
 from tests.missing import missing
 from tests.ops.cpu.cases import generator, prefill_step, tiny_model
 from tests.ops.cpu.conftest import open_ops
+from tests.ops.cpu.test_native_coded_floats import KINDS as FLOAT_KINDS
+from tests.ops.cpu.test_native_coded_floats import matrix_of
 from tests.ops.cpu.test_native_codes import ALL_TYPES, coded
 
 if TYPE_CHECKING:
@@ -124,21 +126,20 @@ def test_linear_layers_give_the_bits_of_avx2(path, harness, avx2):
     check_equal(harness(*commands), want)
 
 
-def test_weights_of_integers_give_the_bits_of_avx2(harness, avx2):
+def test_weights_of_codes_give_the_bits_of_avx2(harness, avx2):
     commands, want = [], []
-    for kind in ALL_TYPES:
-        matrix, values = coded(kind, 37, 512)
-        numbers_of = matrix.read(0, 37)
-        arrays = (numbers_of.scales, numbers_of.minima, numbers_of.factors)
-        given = [
-            torch.empty(37, 0) if array is None else torch.from_numpy(array)
-            for array in (*arrays, numbers_of.minimum_factors)
-        ]
+    matrices = [coded(kind, 37, 512) for kind in ALL_TYPES]
+    for matrix, values in matrices + [matrix_of(kind, 37, 512) for kind in FLOAT_KINDS]:
+        found = matrix.read(0, 37)
+        halves, floats = (None, found.factors) if matrix.of_floats else (found.factors, None)
+        table = None if matrix.table is None else matrix.table[None]
+        arrays = (found.scales, found.minima, halves, found.minimum_factors, floats, table)
+        given = [torch.empty(37, 0) if a is None else torch.from_numpy(a) for a in arrays]
         x = torch.randn(7, 512, generator=generator())
         x[3, 5], x[4] = float("nan"), 0.0
         widths = (tensor.shape[1] for tensor in given)
         head = numbers(7, NUMBERS[matrix.kind], 37, 512, 7, *widths)
-        commands.append(head + data(torch.from_numpy(numbers_of.codes), *given, x))
+        commands.append(head + data(torch.from_numpy(found.codes), *given, x))
         want += [values, avx2.linear(x, avx2.pack_linear(CodedWeight((matrix,))))]
     check_equal(harness(*commands), want)
 
