@@ -36,7 +36,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts._planted_faults import AREAS, LEFT_OUT, PLANTS, Plant
+from scripts.faults.plant import Plant
+from scripts.faults.plants import AREAS, LEFT_OUT, PLANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("server", "runtime", "ops", "tests", "scripts", "pyproject.toml", "README.md", "docs")

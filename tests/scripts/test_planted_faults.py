@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts._planted_faults import AREAS, PLANTS
+from scripts.faults.plants import AREAS, PLANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,173 @@
+"""Mistakes in the scheduler and in the prefix cache."""
+
+from __future__ import annotations
+
+from scripts.faults.plant import SCHEDULING, planted
+
+IN_SCHEDULING = [
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/admission.py",
+        ("rows_missing = 1 - self._free_rows()", "rows_missing = -self._free_rows()"),
+        ("> config.priority_preemption_threshold", ">= config.priority_preemption_threshold"),
+        ("if len(admitted) >= rows:", "if len(admitted) > rows:"),
+        ("self._credit -= price", "self._credit -= 0"),
+        ("min(self._credit + step, max(AHEAD_STEPS * step, unit))", "self._credit + step"),
+        ("> match_limit(request):", ">= match_limit(request):"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/prefill_adder.py",
+        ("if total >= self.left_total or", "if total > self.left_total or"),
+        ("self.left_input -= extend", "self.left_input -= 0"),
+        ("self.taken_step += extend + self._page", "self.taken_step += extend"),
+        ("self.new_requests >= cap:", "self.new_requests > cap:"),
+        ("if free - left * live <= live:", "if free - left * live < 0:"),
+        ("return max(most - mixed_rows, page), NO_LIMIT", "return most, NO_LIMIT"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/scheduler.py",
+        ("if len(life.inflight) >= MAX_IN_FLIGHT:", "if len(life.inflight) > MAX_IN_FLIGHT:"),
+        ("if victims and self._life.inflight:", "if victims and False:"),
+        ("mixing = not self.config.disable_mixed_chunk", "mixing = True"),
+        ("if len(batch.requests) > 1:", "if len(batch.requests) > 2:"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/nan_recovery.py",
+        ("rows if row < batch.num_prefill]", "rows if row <= batch.num_prefill]"),
+        ("if request.scheduling.borrows", "if not request.scheduling.borrows"),
+        ("r.new_tokens > r.scheduling.borrows", "r.new_tokens > 0"),
+        ("life.memory.drop(request, 0, request.scheduling.target, _verified(life))", "pass"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/lifecycle.py",
+        ("if r.launched_tokens < r.max_new_tokens]", "if r.launched_tokens <= r.max_new_tokens]"),
+        ("if request is None or request.ending is not None:", "if request is None:"),
+        ("+ len(request.output_ids) - 1", "+ len(request.output_ids)"),
+        ("record.admissions -= 1", "record.admissions -= 0"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/step_results.py",
+        ("half = (len(rows) + 1) // 2 if", "half = len(rows) // 2 if"),
+        ("len(ids) > request.sampling.min_tokens:", "len(ids) >= request.sampling.min_tokens:"),
+        ("elif len(ids) >= request.max_new_tokens:", "elif len(ids) > request.max_new_tokens:"),
+        ("if void and request in void:", "if False:"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/schedule_batch.py",
+        ("[start + 1 for start in starts]", "[start for start in starts]"),
+        ("record.synced_pages = last", "record.synced_pages = first"),
+        ("if not request.length % size:", "if request.length % size == 1:"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/retraction.py",
+        ("life.counters.retractions += len(victims)", "life.counters.retractions += 1"),
+        ("oldest = min(admitted, key=_seq)", "oldest = max(admitted, key=_seq)"),
+        ("max(self.value - step, self.floor)", "self.value - step"),
+        ("if priority - request.priority > threshold]", "if priority - request.priority >= 0]"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/intake.py",
+        ("if inputs + wanted > context_length:", "if inputs + wanted >= context_length:"),
+        ("if need >= usable_tokens:", "if need > usable_tokens + 64:"),
+        ("missing = waiting + len(requests) - cap", "missing = waiting + len(requests) - cap + 1"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/waiting_queue.py",
+        (
+            "return -request.priority, request.scheduling.seq, request",
+            "return request.priority, request.scheduling.seq, request",
+        ),
+        (
+            "record.seq < newest and request not in admitted",
+            "record.seq > newest and request not in admitted",
+        ),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/policies.py",
+        ("return [-request.max_new_tokens for", "return [request.max_new_tokens for"),
+        ("weight[above] += weight[node]", "weight[above] += 1"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/prefill_delayer.py",
+        (
+            "if kv_usage < config.delayer_low_watermark:",
+            "if kv_usage > config.delayer_low_watermark:",
+        ),
+        ("self._passes += 1", "self._passes += 0"),
+    ),
+    *planted(
+        "scheduler",
+        f"{SCHEDULING}/chunk_sizer.py",
+        ("align = min(max(page_size, ALIGN_TOKENS),", "align = min(max(1, 1),"),
+        (
+            "return a * (tokens * tokens + 2 * history * tokens) + b * tokens",
+            "return a * tokens * tokens + b * tokens",
+        ),
+    ),
+    *planted(
+        "cache",
+        f"{SCHEDULING}/kv_memory.py",
+        (
+            "shortfall = pages - self.allocator.free_pages",
+            "shortfall = pages - self.allocator.free_pages - 1",
+        ),
+        ("self.cache.unlock(record.node)", "pass"),
+        ("self.allocator.free_after(own, record.last_step)", "self.allocator.free(own)"),
+        ("record.synced_pages = min(record.synced_pages, first)", "pass"),
+        ("self.allocator.free(request.pages[needed:])", "pass"),
+        ("return len(record.key) // TOKEN_BYTES - 1", "return len(record.key) // TOKEN_BYTES"),
+        ("self.free_rows.append(request.row)", "pass"),
+        ("if made.step > step]", "if made.step >= step]"),
+    ),
+    *planted(
+        "cache",
+        f"{SCHEDULING}/page_allocator.py",
+        ("del free[-count:]", "del free[-count + 1 :]"),
+        ("if step <= self.done_step:", "if step <= self.done_step + 1:"),
+        ("self._num_deferred += len(pages)", "self._num_deferred += 0"),
+    ),
+    *planted(
+        "cache",
+        f"{SCHEDULING}/radix_cache.py",
+        ("node is not None and place.tokens < node.end:", "False:"),
+        ("if node.locks > 1:", "if node.locks > 2:"),
+        ("self.protected_tokens -= pages * self.page_size", "self.protected_tokens -= 0"),
+        ("parent.hits += node.hits", "parent.hits += 0"),
+        ("parent.last_used = max(parent.last_used, node.last_used)", "pass"),
+        (
+            "count = min(pages - freed, self.tree.last_piece(leaf))",
+            "count = self.tree.last_piece(leaf)",
+        ),
+        ("below.dead = True", "below.dead = False"),
+        ("if upper.parent is None or upper.locks or", "if upper.parent is None or"),
+    ),
+    *planted(
+        "cache",
+        f"{SCHEDULING}/radix_tree.py",
+        (
+            "low, high = 0, min(len(run), end - at) // unit",
+            "low, high = 0, min(len(run), end - at) // unit - 1",
+        ),
+        ("tokens = min(tokens, node.start)", "tokens = tokens"),
+        ("del parent.children[self._first_page(node)]", "pass"),
+        ("below.lost_at = self.losses", "pass"),
+        ("node.lost_at = max(node.lost_at, upper.lost_at)", "pass"),
+    ),
+    *planted(
+        "cache",
+        f"{SCHEDULING}/cache_events.py",
+        ("if made.step <= step]", "if made.step < step]"),
+        ("self._hashes.clear()", "pass"),
+    ),
+]
