@@ -42,7 +42,7 @@ _PARTIAL = ".partial-"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 INSTRUCTION_PATHS: dict[str, tuple[str, ...]] = {
-    "amx_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
+    "amx_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
     "avx512_vnni": (*_AVX512, "avx512_vnni"),
     "avx512": _AVX512,

@@ -26,12 +26,14 @@ def measure_machine(repeats: int = 20, path: str | None = None) -> Machine:
     counts. torch's threads should be as many as the kernels'.
 
     Args:
-        path: an instruction path of the kernels. For those of AVX2 the arithmetic is measured with
-            no more than AVX2, if torch has multiplied nothing yet in this process.
+        path: an instruction path of the kernels. For those of AVX2 and of AVX-512 the arithmetic is
+            measured with no more, if torch has multiplied nothing yet in this process.
     """
     narrow = path is not None and path.startswith("avx2")
     if narrow:
         os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX2")
+    elif path is not None and path.startswith("avx512"):
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # without AMX
     values = torch.randint(0, 100, (1 << 26,), dtype=torch.int64)  # 512 MB, beyond any cache
     bandwidth = values.nbytes / best_seconds(lambda: values.max(), repeats)
     dtype = torch.bfloat16 if torch_has_bfloat16() and not narrow else torch.float32

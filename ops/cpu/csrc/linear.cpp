@@ -10,6 +10,7 @@
 #if defined(__aarch64__)
 #include "matrix_tiles_neon.h"
 #elif defined(LOOM_AMX)
+#include "integers_amx.h"
 #include "matrix_tiles_amx.h"
 #elif defined(LOOM_INT8_WORDS)
 #include "int8_words.h"
@@ -485,7 +486,52 @@ void run_words(const Piece& piece, const RowTiles& tiles) {
 }
 #endif
 
+#if defined(LOOM_AMX)
+// Quantized panels of one kind by many rows.
+template <int kind>
+void run_integers(const Piece& piece, int64_t first, int64_t last) {
+  alignas(64) float sums[kAmxBlockRows * kPair];
+  AmxBlock blocks[2];
+  int64_t groups = padded_k(kind, piece.layer.k) / kGroup, stride = piece.x.stride;
+  for (int64_t top = first; top < last; top += kAmxBlockRows) {
+    int64_t rows = std::min(kAmxBlockRows, last - top);
+    const char* x = piece.x.data + top * stride;
+    PanelPair ahead = top == first ? piece.ahead : PanelPair{};
+    for (int64_t g = 0; g < groups; g += kAmxBlockK / kGroup) {
+      int64_t count = std::min(kAmxBlockK / kGroup, groups - g);
+      unpack_block<kind>(piece.now.panel0, ahead.panel0, groups, g, count, blocks[0]);
+      unpack_block<kind>(piece.now.panel1, ahead.panel1, groups, g, count, blocks[1]);
+      for (int64_t r = 0; r < rows; r += kAmxRows) {
+        const char* row = x + r * stride;
+        for (int p = 0; p < 2; p++) {
+          tile_integers_by_amx<kind>(
+              int(std::min<int64_t>(kAmxRows, rows - r)),
+              {row + g * kGroup, (const GroupOfRow*)(row + groups * kGroup) + g, stride,
+               &blocks[p], count, sums + r * kPair + p * kPanel, kPair, g > 0});
+        }
+      }
+    }
+    piece.emit(top, top + rows, sums);
+  }
+}
+
+template <int... i>
+constexpr auto integer_runs(std::integer_sequence<int, i...>) {
+  return std::array{run_integers<LOOM_KIND_INT8 + i>...};
+}
+
+constexpr auto kIntegerRuns =
+    integer_runs(std::make_integer_sequence<int, LOOM_KIND_FP8 - LOOM_KIND_INT8>());
+#endif
+
 void run_piece(const Piece& piece, const RowTiles& tiles) {
+#if defined(LOOM_AMX)
+  int64_t first = tiles.begin(tiles.first), last = tiles.begin(tiles.last);
+  bool of_one_kind = piece.now.kind0 == piece.now.kind1;
+  if (is_quantized(piece.now.kind0) && of_one_kind && last - first >= kAmxFewestRows) {
+    return kIntegerRuns[size_t(piece.now.kind0 - LOOM_KIND_INT8)](piece, first, last);
+  }
+#endif
 #if defined(LOOM_INT8_WORDS)
   bool of_bytes = piece.now.kind0 == LOOM_KIND_INT8 && piece.now.kind1 == LOOM_KIND_INT8;
   if (of_bytes && tiles.last - tiles.first > 1) return run_words(piece, tiles);

@@ -11,7 +11,7 @@
 //   int4      8 k a line:  16 quads in the low halves (k .. k + 3) and in the high halves
 //             (k + 4 .. k + 7); after the lines, 16 half scales and 16 half minima per 32 k
 //   others    see forms.h, which these two fit, and coded_floats.h
-// K is padded with zeros to whole lines, quantized kinds to whole groups.
+// K is padded with zeros to whole lines, quantized kinds to whole groups, bfloat16 for AMX to 32 k.
 //
 // Order. Each output is one accumulator that walks K in steps of one line from 0 upwards, whatever
 // the number of rows beside it, so a row's result never depends on its neighbours (nor on the
@@ -22,7 +22,8 @@
 // thread takes a pair of panels over all rows, then claims the next pair, whose lines it prefetches
 // meanwhile: with few rows the weights stream at memory bandwidth, with many they are read once
 // from memory and stay in the cache for the other row tiles. Sixteen 256-bit registers hold one
-// panel by six rows; there many rows walk K in blocks that the first cache holds.
+// panel by six rows; there many rows walk K in blocks that the first cache holds. Tiles of AMX hold
+// two panels by 32 rows, whose accumulators take 32 k in a step, one row's as well as many's.
 #pragma once
 
 #include <cstdint>

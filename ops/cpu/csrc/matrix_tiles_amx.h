@@ -14,9 +14,9 @@
 namespace loom {
 
 constexpr int kAmxRowTile = 2 * kAmxRows;
+constexpr int kAmxLines = 16;  // of a panel, in a step
 
-// Sums of tiles 0 and 1 (of the rows above), 2 and 3 (below); rows in 4 and 5; panels in 6 and 7.
-// The tiles' numbers are parts of the instructions' names.
+// Lines s .. s + 15 of two panels; the tiles as `use_amx_tiles` has them.
 template <bool below>
 inline void multiply_amx(const Tile& t, int64_t s) {
   const char* x = t.x + 4 * s;
@@ -35,7 +35,7 @@ inline void multiply_amx(const Tile& t, int64_t s) {
 template <int rows>
 void tile_bf16_by_amx(const Tile& t) {
   constexpr bool below = rows > kAmxRows;
-  use_amx_tiles(rows);
+  use_amx_tiles(below ? kAmxRows : rows, below ? rows - kAmxRows : 0, kAmxLines);
   int64_t stride = t.out_stride * int64_t(sizeof(float));
   float* lower = t.out + kAmxRows * t.out_stride;
   asm volatile("" : : : "memory");  // GCC does not know that loading a tile reads
