@@ -26,8 +26,8 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Largest difference, relative to 1 for small values."""
+def elementwise_error(got: Tensor, want: Tensor) -> float:
+    """The largest difference of an element, relative to it, or to 1 where it is smaller."""
     return float(((got.double() - want.double()).abs() / want.double().abs().clamp(min=1)).max())
 
 

@@ -11,7 +11,7 @@ import torch
 from ops import reference
 from ops.op_set import AttentionBatch, AttentionSpec
 from scripts._paged import paged_batch
-from tests.ops.cpu.cases import DTYPE_IDS, DTYPES, generator, relative_error
+from tests.ops.cpu.cases import DTYPE_IDS, DTYPES, elementwise_error, generator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ def test_attention_equals_the_reference_and_reads_no_foreign_key(
     q, k, v, batch, spec, want = problem(heads, kv_heads, dim, kind, page_size, dtype)
     got = native.extend_attention(q, k, v, batch, spec)
     # bfloat16: weights and output are rounded to 8 bits.
-    assert relative_error(got, want) <= (1e-5 if dtype == torch.float32 else 2e-2)
+    assert elementwise_error(got, want) <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def slice_of(batch: AttentionBatch, b: int, kv_len: int, new: int) -> AttentionBatch:
@@ -149,7 +149,7 @@ def test_large_scores_do_not_overflow(native: NativeOps) -> None:
     q = rounded(torch.float32, 40, 1, 16, seed=2) * 1e4
     spec = make_spec("plain", 1, 16)
     got = native.extend_attention(q, k, v, batch, spec)
-    assert relative_error(got, reference.extend_attention(q, k, v, batch, spec)) <= 1e-5
+    assert elementwise_error(got, reference.extend_attention(q, k, v, batch, spec)) <= 1e-5
 
 
 def test_a_nan_query_gives_nan(native: NativeOps) -> None:
@@ -169,4 +169,4 @@ def test_other_head_dimensions_run_on_torch(best: NativeOps, dim: int) -> None:
     q = rounded(torch.float32, int(batch.qo_indptr[-1]), 4, dim)
     spec = make_spec("plain", 4, dim)
     got = best.extend_attention(q, k, v, batch, spec)
-    assert relative_error(got, reference.extend_attention(q, k, v, batch, spec)) <= 1e-5
+    assert elementwise_error(got, reference.extend_attention(q, k, v, batch, spec)) <= 1e-5

@@ -9,7 +9,7 @@ import torch
 
 from ops.cpu.native_experts import NativeExperts
 from ops.op_set import Expert, PackedEmbedding
-from tests.ops.cpu.cases import DTYPE_IDS, DTYPES, generator, relative_error
+from tests.ops.cpu.cases import DTYPE_IDS, DTYPES, elementwise_error, generator
 from tests.ops.cpu.conftest import all_paths, open_ops
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_linear_equals_the_product_in_float64(
         got = native.linear(x, packed)
         assert got.dtype == dtype
         # Inputs are float32 on every machine: only an output in bfloat16 is rounded.
-        assert relative_error(got, want) <= (1e-5 if dtype == torch.float32 else 2**-8 + 1e-5)
+        assert elementwise_error(got, want) <= (1e-5 if dtype == torch.float32 else 2**-8 + 1e-5)
 
 
 def test_inputs_of_float16_give_outputs_of_float16(native: NativeOps) -> None:

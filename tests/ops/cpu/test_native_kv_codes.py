@@ -17,9 +17,9 @@ from scripts._paged import paged_batch
 from tests.ops.cpu.cases import (
     DTYPE_IDS,
     DTYPES,
+    elementwise_error,
     generator,
     prefill_step,
-    relative_error,
     tiny_model,
 )
 
@@ -97,7 +97,7 @@ def test_attention_over_codes_equals_the_reference(
     got = native.extend_attention(q, k, v, batch, spec, scales)
     assert torch.equal(native.decode_attention(q, k, v, batch, spec, scales), got)
     # Where the machine multiplies bfloat16, queries and weights are rounded to its 8 bits.
-    assert relative_error(1e3 * got, 1e3 * want) <= 2e-2
+    assert elementwise_error(1e3 * got, 1e3 * want) <= 2e-2
 
 
 def coded_caches(model: DecoderModel, slots: int, kind: str) -> list[tuple[Tensor, ...]]:

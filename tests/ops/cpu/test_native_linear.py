@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.ops.cpu.cases import DTYPE_IDS, DTYPES, generator, relative_error
+from tests.ops.cpu.cases import DTYPE_IDS, DTYPES, elementwise_error, generator
 from tests.ops.cpu.conftest import all_paths, open_ops
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def test_linear_equals_the_product_in_float64(
         got = native.linear(x, packed)
         assert got.dtype == dtype
         # bfloat16: half a unit in the last place of the output, 2**-8, beside the float32 sum.
-        assert relative_error(got, want) <= (1e-5 if dtype == torch.float32 else 2**-8 + 1e-5)
+        assert elementwise_error(got, want) <= (1e-5 if dtype == torch.float32 else 2**-8 + 1e-5)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -75,7 +75,7 @@ def test_weights_on_the_grid_are_stored_exactly(native: NativeOps, quantization:
     weight = ((q - levels // 2) if quantization == "int8" else (q - 5)).flatten(1) * 0.125
     packed = native.pack_linear(weight.float(), quantization=quantization)
     got = native.linear(torch.eye(weight.shape[1]), packed).T
-    assert relative_error(got, weight.float()) <= 1e-3
+    assert elementwise_error(got, weight.float()) <= 1e-3
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -119,7 +119,7 @@ def test_many_rows_and_a_long_k_change_no_bit_of_a_row(
     got = native.linear(x, packed)
     want = x.double() @ weight.double().T
     if quantization is None:
-        assert relative_error(got, want) <= (1e-5 if dtype == torch.float32 else 2**-8 + 1e-5)
+        assert elementwise_error(got, want) <= (1e-5 if dtype == torch.float32 else 2**-8 + 1e-5)
     else:
         error = float((got.double() - want).norm() / want.norm())
         assert error <= (0.012 if quantization == "int8" else 0.1)
