@@ -16,6 +16,7 @@ from ops.cpu import build
 from runtime.checkpoints import hugging_face, pack_file
 from runtime.execution import packed_weights
 from tests.cache import cache_folder
+from tests.runtime.checkpoints.quantized_formats import write_quantized
 from tests.runtime.models.tiny_models import Probe, make_model, open_runner, random_tokens
 
 TOKENS = random_tokens(21)
@@ -89,6 +90,18 @@ def test_a_later_start_reads_no_tensor_and_computes_the_same(options, model, cac
         assert torch.equal(logits(model, cache, **options), want)
     assert reads == []
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (state.st_ino, state.st_mtime_ns)
+
+
+@pytest.mark.parametrize("form", ["fp8-tensor", "nf4"])
+def test_codes_of_floats_stay_so_in_the_file(form, tmp_path, cache, reads):
+    folder = tmp_path / form
+    write_quantized(form, folder)
+    want = logits(folder, cache, packed_cache_gb=0.0)
+    assert torch.equal(logits(folder, cache), want)
+    reads.clear()
+    assert torch.equal(logits(folder, cache), want)
+    # The choice of a form looks at scales and at what describes the codes.
+    assert not [name for name in reads if name.endswith(".weight")]
 
 
 def test_weights_of_float16_stay_so_in_the_file(tmp_path, cache, reads):
