@@ -59,19 +59,19 @@ def load(config: ServerConfig) -> Parts:
             from runtime.offload.build import build_tier
 
             tokenizer = loading.result()
-        kernels_done()
-    runner, info = build_runner(
-        replace(config.runner, model=str(path)),
-        page_size=config.scheduler.page_size,
-        max_running_requests=config.scheduler.max_running_requests,
-        max_prefill_tokens=config.scheduler.max_prefill_tokens,
-        chunked_prefill_size=config.scheduler.chunked_prefill_size,
-        state_slots=0 if config.scheduler.disable_radix_cache else config.scheduler.state_slots,
-        tokenizer_size=tokenizer.vocab_size,
-        tokenizer_eos_id=tokenizer.eos_token_id,
-        published_form=_published_form(config),
-        progress=progress,
-    )
+        runner, info = build_runner(
+            replace(config.runner, model=str(path)),
+            page_size=config.scheduler.page_size,
+            max_running_requests=config.scheduler.max_running_requests,
+            max_prefill_tokens=config.scheduler.max_prefill_tokens,
+            chunked_prefill_size=config.scheduler.chunked_prefill_size,
+            state_slots=0 if config.scheduler.disable_radix_cache else config.scheduler.state_slots,
+            tokenizer_size=tokenizer.vocab_size,
+            tokenizer_eos_id=tokenizer.eos_token_id,
+            published_form=_published_form(config),
+            progress=progress,
+            before_device=kernels_done,
+        )
     tier = build_tier(config.runner, runner, path, progress)
     scheduler_config = _sized(config.scheduler, runner, info, tier)
     progress(describe_chunks(scheduler_config))

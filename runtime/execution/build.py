@@ -73,6 +73,7 @@ def build_runner(
     tokenizer_eos_id: int | None = None,
     published_form: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    before_device: Callable[[], None] = lambda: None,
 ) -> tuple[ModelRunner, ModelInfo]:
     """A runner with its weights loaded, ready for the first step.
 
@@ -85,6 +86,7 @@ def build_runner(
         tokenizer_eos_id: ends a generation too: fine-tunes change it and leave the configs behind.
         published_form: the quantization whose values the weights are, by their publisher.
         progress: told what is going on, at least every two seconds.
+        before_device: called before the device is opened, with a checkpoint that can be read.
     Raises:
         ModelError: the model cannot be loaded. ConfigError: the options do not fit it or the
             device.
@@ -94,7 +96,9 @@ def build_runner(
     family = _read_family(checkpoint)
     context_length = _context_length(config, family)
     rope_layout = family.rope_layout(context_length, max_prefill_tokens)
-    device = open_device(config, stored_weights(checkpoint, published_form), progress)
+    stored = stored_weights(checkpoint, published_form)
+    before_device()
+    device = open_device(config, stored, progress)
     weights = f"; weights: {device.weights}" if device.weights else ""
     progress(f"loading {path.name} on {device.description}{weights}")
     model = PackedWeights(config, device, path, progress).load(

@@ -204,6 +204,37 @@ def test_eos_ids_are_those_of_both_configs_and_of_the_tokenizer(tmp_path: Path) 
         eos()
 
 
+def test_what_is_wrong_with_a_checkpoint_is_told_before_the_device_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    make_model(tmp_path, "llama")
+    config = RunnerConfig(model=str(tmp_path), device="cpu", max_total_tokens=64)
+    told: list[str] = []
+
+    def build() -> None:
+        runner, _ = build_runner(
+            config,
+            page_size=4,
+            max_running_requests=1,
+            progress=told.append,
+            before_device=lambda: told.append("the device"),
+        )
+        runner.close()
+
+    build()
+    assert told[0] == "the device"
+    told.clear()
+    edit_config(tmp_path, num_hidden_layers="two")
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        build()
+    edit_config(tmp_path, num_hidden_layers=2)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cut short"):
+        build()
+    assert not told
+
+
 def test_a_pool_of_less_than_three_pages_is_refused(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     with pytest.raises(ConfigError, match="max_total_tokens 11: must be at least three pages of 4"):
