@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +12,9 @@ from ops.cpu import build
 from ops.cpu.library import Library
 from ops.cpu.native import NativeOps
 from tests.cache import cache_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # What `test_native_sanitizers.py` sets to run these tests on instrumented kernels.
 EXTRA_FLAGS = tuple(os.environ.get("LOOMSERVE_TEST_KERNEL_FLAGS", "").split())
@@ -22,13 +25,16 @@ EXTRA_FLAGS = tuple(os.environ.get("LOOMSERVE_TEST_KERNEL_FLAGS", "").split())
 NARROW_VNNI = "narrow_vnni"
 
 
+def built(path: str, extra_flags: tuple[str, ...]) -> Path:
+    """The library of a path, compiled with further flags."""
+    if path == NARROW_VNNI:
+        path, extra_flags = "avx512_vnni", (*extra_flags, "-DLOOM_YMM")
+    return build.build_library(path, cache_folder(), print, extra_flags)
+
+
 @functools.cache
 def open_ops(path: str, threads: int = 2) -> NativeOps:
-    flags = EXTRA_FLAGS
-    if path == NARROW_VNNI:
-        path, flags = "avx512_vnni", (*EXTRA_FLAGS, "-DLOOM_YMM")
-    library = build.build_library(path, cache_folder(), print, flags)
-    return NativeOps(Library(library, threads))
+    return NativeOps(Library(built(path, EXTRA_FLAGS), threads))
 
 
 def all_paths() -> list[str]:

@@ -39,7 +39,7 @@ def test_serving_compiles_nothing_that_warm_up_and_capture_have_not(tmp_path: Pa
     and eager steps take turns, and every way to sample."""
     found = json.loads(output_of("serve_without_compiling.py", tmp_path))
     # All there are, but for those of pools of codes and what `_place_heads_kernel` does at once.
-    assert len(found["before"]) == 11, found["before"]
+    assert len(found["before"]) == 16, found["before"]
     assert (found["later"], found["noticed"]) == ([], 0)
     paths = ("_replayed_logits", "_replayed_mixed_logits", "_eager_logits")
     assert min(found["paths"][name] for name in paths) >= 5
