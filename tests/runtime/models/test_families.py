@@ -194,11 +194,12 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_own(
     model = make_model(tmp_path, model_type, **special)
     rounded = model.bfloat16()
     rounded.save_pretrained(tmp_path)
-    tokens = random_tokens(43)
-    theirs = expected_logits(rounded, tokens).float()
-    want = expected_logits(rounded.float(), tokens)
+    prompts = [random_tokens(43, seed=seed) for seed in range(3)]
+    theirs = torch.cat([expected_logits(rounded, tokens).float() for tokens in prompts])
+    exact = rounded.float()
+    want = torch.cat([expected_logits(exact, tokens) for tokens in prompts])
     runner = open_runner(tmp_path, dtype="bfloat16", cpu_kernels=kernels, cpu_threads=1)
-    (ours,) = Probe(runner).step({1: (0, tokens)})
+    ours = torch.cat(Probe(runner).step({row: (0, p) for row, p in enumerate(prompts)}))
     runner.close()
     # Where a rounding chooses another expert, a token's error says nothing: what is compared is
     # the error that a quarter of the tokens stay below.
