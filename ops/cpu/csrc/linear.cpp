@@ -392,8 +392,9 @@ void run_whole(const Piece& piece, const RowTiles& tiles) {
 
 // Sixteen registers hold little, so all that a row tile reads must come from the first cache: K is
 // walked in blocks whose lines stay there for all row tiles, as floats (what is narrower is widened
-// once per block; codes of floats, which take most work, with any registers). Sums wait in memory between blocks as the float32 that they are in the registers, so each
-// is still one accumulator that walks K upwards.
+// once per block; codes of floats, which take most work, with any registers). Sums wait in memory
+// between blocks as the float32 that they are in the registers, so each is still one accumulator
+// that walks K upwards.
 constexpr int64_t kBlockK = 128, kBlockTiles = 96 / kRowTile;
 
 // k first .. last - 1 of a panel as lines of floats, in `out` where they are not such already;
@@ -403,7 +404,9 @@ const char* as_floats(int kind, int64_t whole_k, const char* panel, const char* 
   auto widen = [&](auto of_line) {
     for (int64_t s = first / 2; s < last / 2; s++) {
       if (ahead) prefetch(ahead + 64 * s);
-      for (int k = 0; k < 2; k++) store(out + kPanel * (2 * s + k - first), of_line(panel + 64 * s, k));
+      for (int k = 0; k < 2; k++) {
+        store(out + kPanel * (2 * s + k - first), of_line(panel + 64 * s, k));
+      }
     }
   };
   int64_t lines = lines_of(kind, whole_k), line_k = whole_k / std::max<int64_t>(lines, 1);
