@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import asyncio
 
 BACKLOG = 2048
-# Linux keeps twice as many, its own records among them. A body over a round trip of 50 ms comes with
-# some 0.6 MB a second then, which prompts can wait for.
+# Linux keeps twice as many, its own records among them. A large body takes longer over a long way
+# for it; a flood of small chunks is parsed in shorter turns.
 RECEIVE_BYTES = 1 << 15
 _TCP_CLOSE = 7  # of Linux's tcp_info, whose first byte is the state
 
