@@ -188,6 +188,7 @@ def test_nothing_that_a_client_sends_holds_up_the_others(capsys):
         url = server.url()
         client = Client(url)
         with Bystanders(url) as others:
+            sends: dict[str, Callable[[], Callable[[], Answer]]]
             sends = {name: partial(prepared, url, name) for name in PAYLOADS}
             sends |= {f"raw: {name}": partial(partial, send_raw, url, name) for name in RAW}
             for name, prepare in sends.items():
